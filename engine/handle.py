@@ -1,0 +1,141 @@
+"""The one seam between the worker and the engine: plain data each way, at most one message a step back.
+
+The worker sends `Command`s and receives `Report`s; neither holds a callable or a future, so that the same values
+cross a thread (CPU, tests) or a process boundary (GPU).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from engine.request import Completion, Failure, FinishReason, Request
+from engine.step import WeightsInfo
+
+CommitMode = Literal["drain", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Each request ends in exactly one `Completion`; one that is refused ends at once with "error"."""
+
+    requests: tuple[Request, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """End requests early with `reason`; unknown and finished ids are ignored."""
+
+    request_ids: tuple[str, ...]
+    reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareWeights:
+    """Read and check a checkpoint in the background. Answered by `Prepared` or `WeightsFailed`."""
+
+    update_id: str
+    path: str
+    version: int
+    checksums: dict[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CommitWeights:
+    """Make a prepared update serve. Answered by `Committed` or `WeightsFailed`.
+
+    drain: no waiting request starts, started ones (preempted ones too) run to their end, then commit; after
+    `drain_timeout` seconds what is left is aborted (`on_timeout="abort"`) or the commit fails with the old weights
+    serving (`"fail"`). abort: started requests end at once with "abort_weight_update". Requests that never
+    started wait in both modes and run under the new weights.
+    """
+
+    update_id: str
+    mode: CommitMode = "drain"
+    drain_timeout: float = 60.0
+    on_timeout: Literal["abort", "fail"] = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class DiscardWeights:
+    update_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Launch no further step (requests stay) until `Resume`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    pass
+
+
+Command = Submit | Abort | PrepareWeights | CommitWeights | DiscardWeights | Pause | Resume
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    update_id: str
+    info: WeightsInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """paused: seconds in which no step ran because of this commit."""
+
+    update_id: str
+    info: WeightsInfo
+    paused: float
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsFailed:
+    update_id: str
+    failure: Failure
+
+
+WeightsReport = Prepared | Committed | WeightsFailed
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Gauges of now and counters since start (the latter say so)."""
+
+    running: int = 0
+    waiting: int = 0
+    blocks_total: int = 0
+    blocks_used: int = 0
+    weight_version: int = 0
+    paused: bool = False
+    steps_total: int = 0
+    sampled_tokens_total: int = 0
+    prompt_tokens_total: int = 0
+    computed_prompt_tokens_total: int = 0
+    cached_prompt_tokens_total: int = 0
+    preemptions_total: int = 0
+    bubbles_total: int = 0
+    wasted_rows_total: int = 0
+    nonfinite_total: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What happened since the last report."""
+
+    completions: tuple[Completion, ...] = ()
+    weights: tuple[WeightsReport, ...] = ()
+    stats: EngineStats = EngineStats()
+    died: Failure | None = None
+
+
+class EngineHandle(Protocol):
+    def start(self, deliver: Callable[[Report], None]) -> None:
+        """Start the engine. `deliver` is called from a thread of the handle's, at most once a step."""
+
+    def send(self, command: Command) -> None:
+        """Hand over a command. Thread-safe; never blocks on a step."""
+
+    def close(self, timeout: float) -> bool:
+        """Stop the engine; whatever still runs is dropped. False if it did not stop in `timeout` seconds."""
