@@ -1,0 +1,334 @@
+"""Value types shared by the messages: arrays, sampling, limits, the trajectory's parts.
+
+An array travels as a blob of its own behind the msgpack header (see codec.py); in a message it is a numpy array
+whose dtype and number of dimensions the field fixes. Received arrays are read-only views of the received frame.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, StringConstraints
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+PROTOCOL = 1
+
+
+class ArraySpec:
+    """Pydantic annotation: a numpy array of one dtype (little-endian on the wire) and number of dimensions."""
+
+    def __init__(self, dtype: str, ndim: int = 1) -> None:
+        self.dtype = np.dtype(dtype)
+        self.ndim = ndim
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(
+            self._check,
+            serialization=core_schema.plain_serializer_function_ser_schema(lambda array: array),
+        )
+
+    def _check(self, value: Any) -> np.ndarray:
+        if not isinstance(value, np.ndarray):
+            raise PydanticCustomError(
+                "array_type",
+                "must be a {dtype} array, not {found}",
+                {"dtype": str(self.dtype), "found": type(value).__name__},
+            )
+        if value.dtype != self.dtype or value.ndim != self.ndim:
+            raise PydanticCustomError(
+                "array_layout",
+                "must be {dtype} with {ndim} dimension(s), not {found_dtype} with {found_ndim}",
+                {
+                    "dtype": str(self.dtype),
+                    "ndim": self.ndim,
+                    "found_dtype": str(value.dtype),
+                    "found_ndim": value.ndim,
+                },
+            )
+        return np.ascontiguousarray(value)
+
+
+Int32 = Annotated[npt.NDArray[np.int32], ArraySpec("<i4")]
+Int32Matrix = Annotated[npt.NDArray[np.int32], ArraySpec("<i4", 2)]
+Int64Matrix = Annotated[npt.NDArray[np.int64], ArraySpec("<i8", 2)]
+UInt8 = Annotated[npt.NDArray[np.uint8], ArraySpec("|u1")]
+Float32 = Annotated[npt.NDArray[np.float32], ArraySpec("<f4")]
+Float32Matrix = Annotated[npt.NDArray[np.float32], ArraySpec("<f4", 2)]
+
+Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+"""An id or a name: of a message, session, batch, group, trajectory, update, environment."""
+
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+LogprobMode = Literal["processed", "temperature", "raw"]
+Reward = Annotated[float, Field(allow_inf_nan=False)]
+
+# What an entry of `source` says about its token.
+SOURCE_PROMPT, SOURCE_SAMPLED, SOURCE_GLUE, SOURCE_OBSERVATION, SOURCE_PREFIX = range(5)
+
+TurnReason = Literal[
+    "stop",
+    "tool_calls",
+    "length",
+    "context_overflow",
+    "turn_deadline",
+    "abort_client",
+    "abort_weight_update",
+    "error",
+]
+TrajectoryReason = Literal[
+    "env_done",
+    "max_turns",
+    "max_total_tokens",
+    "context_overflow",
+    "length",
+    "tool_deadline",
+    "trajectory_deadline",
+    "stop",
+    "abort_client",
+    "abort_surplus",
+    "abort_stale",
+    "abort_shutdown",
+    "abort_weight_update",
+    "env_error",
+    "numerical_error",
+    "error",
+]
+Status = Literal["completed", "truncated", "aborted", "failed"]
+Purpose = Literal["train", "eval"]
+
+
+class Value(BaseModel):
+    """Base of everything on the wire: immutable, and an unknown field is refused by name."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True, allow_inf_nan=False)
+
+
+class Sampling(Value):
+    """The law of a turn. Defaults are neutral; nothing but the EOS list comes from the checkpoint.
+
+    max_tokens: sampled tokens of one turn; None fills up to the context limit.
+    bias_ids, bias_values: logit bias as two arrays of one length (int map keys do not survive msgpack).
+    seed: drawn by the worker when None; the reply echoes what was used.
+    stop: strings, matched over the text of the sampled tokens; stop_ids add to the checkpoint's EOS list.
+    logprobs: which logprobs come back, the primary one first.
+    """
+
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    allowed_ids: Int32 | None = None
+    bias_ids: Int32 | None = None
+    bias_values: Float32 | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
+    max_tokens: Annotated[int, Field(gt=0)] | None = None
+    stop_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=64)] = ()
+    stop: Annotated[
+        tuple[Annotated[str, StringConstraints(min_length=1, max_length=1024)], ...], Field(max_length=16)
+    ] = ()
+    ignore_eos: bool = False
+    logprobs: Annotated[tuple[LogprobMode, ...], Field(min_length=1, max_length=3)] = ("processed",)
+    top_logprobs: Annotated[int, Field(ge=0, le=64)] = 0
+    prompt_logprobs: bool = False
+
+
+class Budget(Value):
+    """Where a trajectory ends whatever its environment says. None means no limit of its own.
+
+    max_total_tokens counts every token of the trajectory, prompt and observations included; None is the
+    worker's context limit. on_length: does a turn cut by `max_tokens` end the trajectory? None asks the
+    environment (scripted: continue; others: end).
+    """
+
+    max_turns: Annotated[int, Field(gt=0)] | None = None
+    max_total_tokens: Annotated[int, Field(gt=0)] | None = None
+    turn_deadline_s: Seconds | None = None
+    tool_deadline_s: Seconds | None = None
+    trajectory_deadline_s: Seconds | None = None
+    on_length: Literal["end", "continue"] | None = None
+
+
+class ScriptedTurn(Value):
+    """What follows one sampled turn. glue: template tokens that end the turn and open the next one."""
+
+    glue: Int32 | None = None
+    observation: Int32 | None = None
+    max_tokens: Annotated[int, Field(gt=0)] | None = None
+    """Budget of the turn that this observation opens; None keeps `Sampling.max_tokens`."""
+
+
+class Environment(Value):
+    """Which environment answers the model.
+
+    name "scripted": `script[k]` follows turn k, the trajectory ends with the turn after the last entry (an empty
+    script is a single turn). "remote": the trainer answers each `turn_done` with `continue`. Any other name was
+    registered when the worker started; it gets `config`, which the wire does not interpret.
+    """
+
+    name: Name = "scripted"
+    script: tuple[ScriptedTurn, ...] = ()
+    config: dict[str, Any] = Field(default_factory=dict)
+
+
+class Group(Value):
+    """n samples of one prompt; n is the number of trajectory ids.
+
+    trajectory_ids: the caller's, unique within the session. sample_indices: the noise key of each sample,
+    0..n-1 when None. prompt_source: uint8[L] when the prompt already holds sampled tokens (a resumed record);
+    None means all of it is prompt. metadata: opaque, bounded, echoed in every record.
+    min_version: wait until weights of at least this version serve. max_staleness: end the trajectory as
+    `abort_stale` rather than let its oldest token fall further behind the serving version.
+    """
+
+    id: Name
+    prompt: Int32
+    trajectory_ids: Annotated[tuple[Name, ...], Field(min_length=1)]
+    sampling: Sampling = Sampling()
+    environment: Environment = Environment()
+    budget: Budget = Budget()
+    sample_indices: tuple[Annotated[int, Field(ge=0, lt=2**32)], ...] | None = None
+    prompt_source: UInt8 | None = None
+    metadata: dict[str, Any] = Field(default_factory=dict)
+    purpose: Purpose = "train"
+    priority: int = 0
+    min_version: int | None = None
+    max_staleness: Annotated[int, Field(ge=0)] | None = None
+
+
+class Times(Value):
+    """Seconds by what was waited for; a trajectory's add up to its wall time in the worker."""
+
+    queue: float = 0.0
+    prefill: float = 0.0
+    decode: float = 0.0
+    preempted: float = 0.0
+    paused: float = 0.0
+    tool_wait: float = 0.0
+
+
+class Failure(Value):
+    """An error as data: in `error` replies and in the records of failed trajectories.
+
+    code: one of ERROR_CODES (errors.py). scope: what it costs. field: path of the offending field, such as
+    `groups[3].sampling.top_p`. stage: where a trajectory failed (`reset`, `step`, `finish`, `generate`).
+    """
+
+    code: str
+    message: str
+    retryable: bool = False
+    scope: Literal["request", "trajectory", "batch", "session", "worker"] = "request"
+    field: str | None = None
+    stage: str | None = None
+
+
+class Turn(Value):
+    """One sampled turn: tokens [start, start + length) of its segment were sampled by it.
+
+    prompt_len tokens preceded it, of which cached_tokens came from the prefix cache and computed_tokens did not.
+    stop: the id (as a decimal string) or the string that ended it.
+    """
+
+    index: int
+    start: int
+    length: int
+    finish_reason: TurnReason
+    stop: str | None = None
+    prompt_len: int = 0
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    preemptions: int = 0
+    times: Times = Times()
+    reward: Reward | None = None
+
+
+class Segment(Value):
+    """One append-only sequence of L tokens; unless history was rewritten a trajectory has exactly one.
+
+    token_ids int32[L]; source uint8[L] (SOURCE_*); logprobs float32[L], of the primary mode, 0.0 wherever the
+    source is not sampled; loss_mask uint8[L]. `logprobs[i]` scores `token_ids[i]` given `token_ids[:i]`.
+    weight_versions, kv_versions: int64[k, 2], runs of (version, count) over the sampled tokens in order.
+    more_logprobs: float32[L] of the further modes asked for. prompt_logprobs: float32[P] of the primary mode over
+    the first turn's prompt, entry 0 NaN. top_ids, top_logprobs: [S, k], one row per sampled token in order.
+    """
+
+    token_ids: Int32
+    source: UInt8
+    logprobs: Float32
+    loss_mask: UInt8
+    weight_versions: Int64Matrix
+    kv_versions: Int64Matrix
+    turns: tuple[Turn, ...]
+    more_logprobs: dict[LogprobMode, Float32] = Field(default_factory=dict)
+    prompt_logprobs: Float32 | None = None
+    top_ids: Int32Matrix | None = None
+    top_logprobs: Float32Matrix | None = None
+
+
+class Truncation(Value):
+    """What ended a truncated trajectory early: the limit's name (a `Budget` field or `max_context`) and value."""
+
+    limit: str
+    value: float
+
+
+class Record(Value):
+    """Everything about one ended trajectory.
+
+    sampling: every effective value, the drawn seed included. rewards: named parts, when the environment gave
+    any. reward None means that nobody scored it, never 0.
+    """
+
+    trajectory_id: Name
+    group_id: Name
+    batch_id: Name
+    sample_index: int
+    status: Status
+    finish_reason: TrajectoryReason
+    segments: Annotated[tuple[Segment, ...], Field(min_length=1)]
+    sampling: Sampling
+    reward: Reward | None = None
+    rewards: dict[str, Reward] = Field(default_factory=dict)
+    error: Failure | None = None
+    truncation: Truncation | None = None
+    times: Times = Times()
+    wall_s: float = 0.0
+    metadata: dict[str, Any] = Field(default_factory=dict)
+    purpose: Purpose = "train"
+
+
+class Limits(Value):
+    """What the receiver accepts; sent in `welcome`. The sizes are bytes.
+
+    max_frame: one ZeroMQ frame. max_message: all frames of a message together. max_nesting: depth of the header.
+    chunk_bytes: larger blobs of a result travel in chunks of this size. window_bytes: results sent and not yet
+    acknowledged as received, per connection. result_bytes: records kept until acknowledged, all clients together.
+    """
+
+    max_frame: int = 256 * 2**20
+    max_message: int = 512 * 2**20
+    max_header: int = 16 * 2**20
+    max_nesting: int = 16
+    max_blobs: int = 65536
+    max_groups: int = 4096
+    max_trajectories: int = 65536
+    max_metadata: int = 64 * 2**10
+    max_context: int = 0
+    chunk_bytes: int = 2**20
+    window_bytes: int = 4 * 2**20
+    result_bytes: int = 2 * 2**30
+
+
+class ModelInfo(Value):
+    """The model served. vocab_size: rows of the head, ids are valid in [0, vocab_size)."""
+
+    architecture: str
+    dtype: str
+    vocab_size: int
+    max_context: int
+    eos_ids: tuple[int, ...] = ()
+    tokenizer_hash: str | None = None
