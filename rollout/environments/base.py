@@ -1,0 +1,161 @@
+"""What answers the model: the one interface of all environments, and the values that cross it.
+
+    class Echo(Environment):
+        async def step(self, turn: TurnResult) -> Step:
+            return Step(observation=turn.token_ids, done=turn.index == 2, reward=1.0)
+
+Token ids are the currency. Every method may be a plain `def` instead: it then runs on a thread of its own, so that
+it may block. docs/environments.md says what happens to an environment that raises, hangs or returns nonsense.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.request import FloatArray, IntArray
+from protocols.fields import Purpose, Record, Turn, TurnReason
+
+Ids = Sequence[int] | npt.NDArray[np.integer[Any]]
+"""Token ids in [0, vocab_size): a list of ints or a one-dimensional integer array."""
+
+
+class TextCodec(Protocol):
+    """What an environment may do with the checkpoint's tokenizer (rollout/tokenizer.py)."""
+
+    def encode(self, text: str) -> IntArray:
+        """int32[n]. The text is data: no control token can come out of it, whatever it spells."""
+
+    def decode(self, ids: Ids) -> str:
+        """Ids without text (a padded head's) become ''."""
+
+    def special(self, token: str) -> int:
+        """The id of one added token, such as `<|im_end|>`. Raises KeyError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What an environment learns at `reset`. metadata, config: private copies of the submit's.
+
+    seed is the group's (the same for its samples); (seed, sample_index) is the trajectory's own.
+    prompt: int32[L]. vocab_size: ids are valid in [0, vocab_size). max_context: longest sequence, in tokens.
+    """
+
+    trajectory_id: str
+    group_id: str
+    sample_index: int
+    seed: int
+    prompt: IntArray
+    vocab_size: int
+    max_context: int
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    purpose: Purpose = "train"
+    tokenizer: TextCodec | None = None
+
+    def encode(self, text: str) -> IntArray:
+        return self._codec().encode(text)
+
+    def decode(self, ids: Ids) -> str:
+        return self._codec().decode(ids)
+
+    def _codec(self) -> TextCodec:
+        if self.tokenizer is None:
+            raise ValueError("the checkpoint has no tokenizer.json: this environment has to work with token ids")
+        return self.tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class TurnResult:
+    """One sampled turn. token_ids: int32[n], logprobs: float32[n] of the primary mode, both read-only.
+
+    finish_reason: `stop`, or `length` / `turn_deadline` when the turn was cut and the trajectory goes on.
+    total_len: tokens of the trajectory after this turn.
+    """
+
+    turn: Turn
+    token_ids: IntArray
+    logprobs: FloatArray
+    total_len: int
+
+    @property
+    def index(self) -> int:
+        return self.turn.index
+
+    @property
+    def finish_reason(self) -> TurnReason:
+        return self.turn.finish_reason
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What `reset` may add to the prompt: glue, then ids. max_tokens: budget of the first turn."""
+
+    ids: Ids | None = None
+    glue: Ids | None = None
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The answer to one turn. Appended in this order: `glue` (template tokens), then `observation`.
+
+    done: no further turn. reward: of the turn just played. max_tokens: budget of the next turn; None keeps
+    `Sampling.max_tokens`.
+    """
+
+    observation: Ids | None = None
+    glue: Ids | None = None
+    done: bool = False
+    reward: float | None = None
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rewards:
+    """A final reward in named parts whose total is not their sum (or is unknown: None)."""
+
+    total: float | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+
+FinalReward = float | Mapping[str, float] | Rewards | None
+
+
+class Environment(ABC):
+    """One trajectory's environment: made for it, asked turn by turn, closed at its end."""
+
+    on_length: ClassVar[Literal["end", "continue"]] = "end"
+    """Does a turn that was cut end the trajectory, where `Budget.on_length` does not say."""
+    fixed_turns: ClassVar[bool] = False
+    """The number of turns is known beforehand: the trajectory ends the way its last turn does (`stop`, `length`)."""
+    patient: ClassVar[bool] = False
+    """`step` waits for the trainer, whose silence is no fault: only `Budget.tool_deadline_s` bounds it."""
+
+    async def reset(self, context: Context) -> Observation | None:  # noqa: ARG002
+        """Called first. May add tokens to the prompt."""
+        return None
+
+    @abstractmethod
+    async def step(self, turn: TurnResult) -> Step:
+        """Called after each turn, also after one that was cut when the trajectory goes on."""
+
+    async def finish(self, record: Record) -> FinalReward:  # noqa: ARG002
+        """Score the trajectory: called once when it is completed or truncated, never when aborted or failed.
+
+        record: as it will be sent, the final reward still missing. A mapping is named parts, their sum the total.
+        """
+        return None
+
+    async def close(self) -> None:
+        """Called last, always, once the environment was made."""
+        return None
+
+
+EnvironmentFactory = Callable[[], Environment]
+"""Makes one trajectory's environment: a subclass of `Environment` that needs no arguments is one."""
