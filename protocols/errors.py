@@ -43,7 +43,10 @@ class RolloutError(Exception):
 
 
 class BadRequest(RolloutError):
+    """request_id: the id of the message that was refused, "" where it could not be read."""
+
     code = "bad_request"
+    request_id: str = ""
 
 
 class Duplicate(RolloutError):

@@ -6,52 +6,20 @@ whose dtype and number of dimensions the field fixes. Received arrays are read-o
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Final, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, StringConstraints
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic import Field, StringConstraints, model_validator
 
-PROTOCOL = 1
+from protocols.base import ArraySpec, Many, Opaque, Value, limited, refuse
 
-
-class ArraySpec:
-    """Pydantic annotation: a numpy array of one dtype (little-endian on the wire) and number of dimensions."""
-
-    def __init__(self, dtype: str, ndim: int = 1) -> None:
-        self.dtype = np.dtype(dtype)
-        self.ndim = ndim
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_plain_validator_function(
-            self._check,
-            serialization=core_schema.plain_serializer_function_ser_schema(lambda array: array),
-        )
-
-    def _check(self, value: Any) -> np.ndarray:
-        if not isinstance(value, np.ndarray):
-            raise PydanticCustomError(
-                "array_type",
-                "must be a {dtype} array, not {found}",
-                {"dtype": str(self.dtype), "found": type(value).__name__},
-            )
-        if value.dtype != self.dtype or value.ndim != self.ndim:
-            raise PydanticCustomError(
-                "array_layout",
-                "must be {dtype} with {ndim} dimension(s), not {found_dtype} with {found_ndim}",
-                {
-                    "dtype": str(self.dtype),
-                    "ndim": self.ndim,
-                    "found_dtype": str(value.dtype),
-                    "found_ndim": value.ndim,
-                },
-            )
-        return np.ascontiguousarray(value)
+PROTOCOL: Final = 1
 
 
 Int32 = Annotated[npt.NDArray[np.int32], ArraySpec("<i4")]
 Int32Matrix = Annotated[npt.NDArray[np.int32], ArraySpec("<i4", 2)]
+Int64 = Annotated[npt.NDArray[np.int64], ArraySpec("<i8")]
 Int64Matrix = Annotated[npt.NDArray[np.int64], ArraySpec("<i8", 2)]
 UInt8 = Annotated[npt.NDArray[np.uint8], ArraySpec("|u1")]
 Float32 = Annotated[npt.NDArray[np.float32], ArraySpec("<f4")]
@@ -60,6 +28,10 @@ Float32Matrix = Annotated[npt.NDArray[np.float32], ArraySpec("<f4", 2)]
 Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 """An id or a name: of a message, session, batch, group, trajectory, update, environment."""
 
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+Positive = Annotated[int, Field(gt=0, lt=2**31)]
+Version = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 LogprobMode = Literal["processed", "temperature", "raw"]
 Reward = Annotated[float, Field(allow_inf_nan=False)]
@@ -96,13 +68,26 @@ TrajectoryReason = Literal[
     "error",
 ]
 Status = Literal["completed", "truncated", "aborted", "failed"]
+STATUS_OF: Final[dict[TrajectoryReason, Status]] = {
+    "env_done": "completed",
+    "max_turns": "completed",
+    "stop": "completed",
+    "length": "truncated",
+    "max_total_tokens": "truncated",
+    "context_overflow": "truncated",
+    "tool_deadline": "truncated",
+    "trajectory_deadline": "truncated",
+    "abort_client": "aborted",
+    "abort_surplus": "aborted",
+    "abort_stale": "aborted",
+    "abort_shutdown": "aborted",
+    "abort_weight_update": "aborted",
+    "env_error": "failed",
+    "numerical_error": "failed",
+    "error": "failed",
+}
+"""The one table from why a trajectory ended to what that makes of it."""
 Purpose = Literal["train", "eval"]
-
-
-class Value(BaseModel):
-    """Base of everything on the wire: immutable, and an unknown field is refused by name."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True, allow_inf_nan=False)
 
 
 class Sampling(Value):
@@ -116,7 +101,7 @@ class Sampling(Value):
     """
 
     temperature: Annotated[float, Field(ge=0)] = 1.0
-    top_k: Annotated[int, Field(ge=0)] = 0
+    top_k: Count = 0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
@@ -126,15 +111,26 @@ class Sampling(Value):
     bias_ids: Int32 | None = None
     bias_values: Float32 | None = None
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
-    max_tokens: Annotated[int, Field(gt=0)] | None = None
-    stop_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=64)] = ()
-    stop: Annotated[
-        tuple[Annotated[str, StringConstraints(min_length=1, max_length=1024)], ...], Field(max_length=16)
-    ] = ()
+    max_tokens: Positive | None = None
+    stop_ids: Annotated[Many[TokenId], Field(max_length=64)] = ()
+    stop: Annotated[Many[Annotated[str, StringConstraints(min_length=1, max_length=1024)]], Field(max_length=16)] = ()
     ignore_eos: bool = False
-    logprobs: Annotated[tuple[LogprobMode, ...], Field(min_length=1, max_length=3)] = ("processed",)
+    logprobs: Annotated[Many[LogprobMode], Field(min_length=1, max_length=3)] = ("processed",)
     top_logprobs: Annotated[int, Field(ge=0, le=64)] = 0
     prompt_logprobs: bool = False
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if (self.bias_ids is None) != (self.bias_values is None):
+            refuse("bias_ids and bias_values come together", ".bias_values")
+        if self.bias_ids is not None and self.bias_values is not None:
+            if len(self.bias_ids) != len(self.bias_values):
+                refuse(f"has {len(self.bias_values)} values for {len(self.bias_ids)} bias_ids", ".bias_values")
+            if not np.isfinite(self.bias_values).all():
+                refuse("must be finite", ".bias_values")
+        if len(set(self.logprobs)) < len(self.logprobs):
+            refuse("names a mode twice", ".logprobs")
+        return self
 
 
 class Budget(Value):
@@ -145,8 +141,8 @@ class Budget(Value):
     environment (scripted: continue; others: end).
     """
 
-    max_turns: Annotated[int, Field(gt=0)] | None = None
-    max_total_tokens: Annotated[int, Field(gt=0)] | None = None
+    max_turns: Positive | None = None
+    max_total_tokens: Positive | None = None
     turn_deadline_s: Seconds | None = None
     tool_deadline_s: Seconds | None = None
     trajectory_deadline_s: Seconds | None = None
@@ -158,7 +154,7 @@ class ScriptedTurn(Value):
 
     glue: Int32 | None = None
     observation: Int32 | None = None
-    max_tokens: Annotated[int, Field(gt=0)] | None = None
+    max_tokens: Positive | None = None
     """Budget of the turn that this observation opens; None keeps `Sampling.max_tokens`."""
 
 
@@ -171,8 +167,14 @@ class Environment(Value):
     """
 
     name: Name = "scripted"
-    script: tuple[ScriptedTurn, ...] = ()
-    config: dict[str, Any] = Field(default_factory=dict)
+    script: Many[ScriptedTurn] = ()
+    config: Opaque = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.script and self.name != "scripted":
+            refuse('belongs to the environment "scripted"', ".script")
+        return self
 
 
 class Group(Value):
@@ -187,17 +189,38 @@ class Group(Value):
 
     id: Name
     prompt: Int32
-    trajectory_ids: Annotated[tuple[Name, ...], Field(min_length=1)]
+    trajectory_ids: Annotated[Many[Name], Field(min_length=1), limited("max_trajectories")]
     sampling: Sampling = Sampling()
     environment: Environment = Environment()
     budget: Budget = Budget()
-    sample_indices: tuple[Annotated[int, Field(ge=0, lt=2**32)], ...] | None = None
+    sample_indices: Many[Annotated[int, Field(ge=0, lt=2**32)]] | None = None
     prompt_source: UInt8 | None = None
-    metadata: dict[str, Any] = Field(default_factory=dict)
+    metadata: Opaque = Field(default_factory=dict)
     purpose: Purpose = "train"
-    priority: int = 0
-    min_version: int | None = None
-    max_staleness: Annotated[int, Field(ge=0)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    min_version: Version | None = None
+    max_staleness: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if len(self.prompt) == 0:
+            refuse("must not be empty", ".prompt")
+        if len(set(self.trajectory_ids)) < len(self.trajectory_ids):
+            refuse("names a trajectory twice", ".trajectory_ids")
+        if self.sample_indices is not None:
+            if len(self.sample_indices) != len(self.trajectory_ids):
+                refuse(
+                    f"has {len(self.sample_indices)} entries for {len(self.trajectory_ids)} trajectories",
+                    ".sample_indices",
+                )
+            if len(set(self.sample_indices)) < len(self.sample_indices):
+                refuse("names a sample twice: the two would be one sequence", ".sample_indices")
+        if self.prompt_source is not None:
+            if len(self.prompt_source) != len(self.prompt):
+                refuse(f"has {len(self.prompt_source)} entries for {len(self.prompt)} ids", ".prompt_source")
+            if self.prompt_source.max() > SOURCE_PREFIX:
+                refuse(f"holds a source above {SOURCE_PREFIX}", ".prompt_source")
+        return self
 
 
 class Times(Value):
@@ -262,11 +285,41 @@ class Segment(Value):
     loss_mask: UInt8
     weight_versions: Int64Matrix
     kv_versions: Int64Matrix
-    turns: tuple[Turn, ...]
+    turns: Many[Turn]
     more_logprobs: dict[LogprobMode, Float32] = Field(default_factory=dict)
     prompt_logprobs: Float32 | None = None
     top_ids: Int32Matrix | None = None
     top_logprobs: Float32Matrix | None = None
+
+    @model_validator(mode="after")
+    def _lengths_agree(self) -> Self:
+        length = len(self.token_ids)
+        per_token = {".source": len(self.source), ".logprobs": len(self.logprobs), ".loss_mask": len(self.loss_mask)}
+        per_token |= {f".more_logprobs.{mode}": len(array) for mode, array in self.more_logprobs.items()}
+        for at, entries in per_token.items():
+            if entries != length:
+                refuse(f"has {entries} entries for {length} token_ids", at)
+        if not np.isfinite(self.logprobs).all():
+            refuse("must be finite", ".logprobs")
+        sampled = int(np.count_nonzero(self.source == SOURCE_SAMPLED))
+        for at, runs in ((".weight_versions", self.weight_versions), (".kv_versions", self.kv_versions)):
+            if runs.shape[1] != 2:
+                refuse(f"must be [k, 2], not {list(runs.shape)}", at)
+            if int(runs[:, 1].sum()) != sampled:
+                refuse(f"covers {int(runs[:, 1].sum())} of {sampled} sampled tokens", at)
+        if (self.top_ids is None) != (self.top_logprobs is None):
+            refuse("top_ids and top_logprobs come together", ".top_logprobs")
+        if self.top_ids is not None and self.top_logprobs is not None:
+            if self.top_ids.shape != self.top_logprobs.shape:
+                refuse(f"is {list(self.top_logprobs.shape)}, top_ids {list(self.top_ids.shape)}", ".top_logprobs")
+            if len(self.top_ids) != sampled:
+                refuse(f"has {len(self.top_ids)} rows for {sampled} sampled tokens", ".top_ids")
+        if self.prompt_logprobs is not None and len(self.prompt_logprobs) > length:
+            refuse(f"has {len(self.prompt_logprobs)} entries for {length} token_ids", ".prompt_logprobs")
+        for i, turn in enumerate(self.turns):
+            if turn.start < 0 or turn.length < 0 or turn.start + turn.length > length:
+                refuse(f"lies outside of the segment's {length} tokens", f".turns[{i}]")
+        return self
 
 
 class Truncation(Value):
@@ -289,7 +342,7 @@ class Record(Value):
     sample_index: int
     status: Status
     finish_reason: TrajectoryReason
-    segments: Annotated[tuple[Segment, ...], Field(min_length=1)]
+    segments: Annotated[Many[Segment], Field(min_length=1)]
     sampling: Sampling
     reward: Reward | None = None
     rewards: dict[str, Reward] = Field(default_factory=dict)
@@ -297,7 +350,7 @@ class Record(Value):
     truncation: Truncation | None = None
     times: Times = Times()
     wall_s: float = 0.0
-    metadata: dict[str, Any] = Field(default_factory=dict)
+    metadata: Opaque = Field(default_factory=dict)
     purpose: Purpose = "train"
 
 
@@ -330,5 +383,5 @@ class ModelInfo(Value):
     dtype: str
     vocab_size: int
     max_context: int
-    eos_ids: tuple[int, ...] = ()
+    eos_ids: Many[int] = ()
     tokenizer_hash: str | None = None

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
+from protocols.base import Many, Value
 from protocols.fields import (
     PROTOCOL,
     Failure,
     Float32,
     Int32,
+    Int64,
     Limits,
     LogprobMode,
     ModelInfo,
@@ -18,7 +20,8 @@ from protocols.fields import (
     Record,
     Status,
     Turn,
-    Value,
+    UInt8,
+    Version,
 )
 
 
@@ -40,12 +43,12 @@ class Welcome(ReplyMessage):
     boot_id: Name
     worker_version: str
     model: ModelInfo
-    weight_version: int
+    weight_version: Version
     weight_digest: str
-    capabilities: tuple[str, ...]
-    environments: tuple[str, ...]
+    capabilities: Many[str]
+    environments: Many[str]
     limits: Limits
-    open_trajectories: tuple[Name, ...] = ()
+    open_trajectories: Many[Name] = ()
 
 
 class Accepted(ReplyMessage):
@@ -60,7 +63,7 @@ class Accepted(ReplyMessage):
 class WeightsPrepared(ReplyMessage):
     type: Literal["weights_prepared"] = "weights_prepared"
     update_id: Name
-    version: int
+    version: Version
     digest: str
     bytes: int
     load_s: float
@@ -71,7 +74,7 @@ class WeightsCommitted(ReplyMessage):
 
     type: Literal["weights_committed"] = "weights_committed"
     update_id: Name
-    version: int
+    version: Version
     digest: str
     paused_s: float
 
@@ -87,8 +90,8 @@ class Scored(ReplyMessage):
     """logprobs[mode][i]: float32[L_i] of sequence i, entry 0 NaN (nothing precedes it)."""
 
     type: Literal["scored"] = "scored"
-    weight_version: int
-    logprobs: dict[LogprobMode, tuple[Float32, ...]]
+    weight_version: Version
+    logprobs: dict[LogprobMode, Many[Float32]]
 
 
 class WorkerStatus(ReplyMessage):
@@ -98,7 +101,7 @@ class WorkerStatus(ReplyMessage):
     state: Literal["starting", "ready", "paused", "updating", "draining", "dead"]
     boot_id: Name
     uptime_s: float
-    weight_version: int
+    weight_version: Version
     weight_digest: str
     trajectories_running: int
     trajectories_waiting: int
@@ -111,7 +114,7 @@ class WorkerStatus(ReplyMessage):
 class Pong(ReplyMessage):
     type: Literal["pong"] = "pong"
     boot_id: Name
-    weight_version: int
+    weight_version: Version
 
 
 class ErrorReply(ReplyMessage):
@@ -160,16 +163,17 @@ class WeightsProgress(ReplyMessage):
 
 
 class Chunk(ReplyMessage):
-    """One piece of a blob too large for one frame: bytes [offset, offset + len(data)) of blob `blob` of event `of`.
+    """A piece of a message too large to be sent at once (chunks.py): bytes from `offset` of message number `of`.
 
-    The event's header came first and names the blob's full size; the event is complete with its last chunk.
+    The bytes of a message are those of its frames, header first, one after another. data: consecutive pieces of
+    them, none across the end of a frame. sizes: int64[frames], the size of every frame, in the first chunk only.
     """
 
     type: Literal["chunk"] = "chunk"
-    of: int
-    blob: int
-    offset: int
-    data: Annotated[Any, Field(exclude=True)] = None
+    of: Annotated[int, Field(ge=0, lt=2**63)]
+    offset: Annotated[int, Field(ge=0, lt=2**63)]
+    data: Annotated[Many[UInt8], Field(min_length=1)]
+    sizes: Int64 | None = None
 
 
 Reply = Annotated[

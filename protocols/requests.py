@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, model_validator
 
-from protocols.fields import PROTOCOL, Group, Int32, Name, Reward, Sampling, Seconds, UInt8, Value
+from protocols.base import Many, Received, Value, limited, refuse
+from protocols.fields import (
+    PROTOCOL,
+    Count,
+    Group,
+    Int32,
+    Name,
+    Positive,
+    Reward,
+    Sampling,
+    Seconds,
+    UInt8,
+    Version,
+)
 
 
 class RequestMessage(Value):
@@ -31,11 +44,28 @@ class SubmitBatch(RequestMessage):
 
     type: Literal["submit"] = "submit"
     batch_id: Name
-    groups: Annotated[tuple[Group, ...], Field(min_length=1)]
-    groups_needed: Annotated[int, Field(gt=0)] | None = None
-    min_complete: Annotated[int, Field(gt=0)] | None = None
+    groups: Annotated[Many[Group], Field(min_length=1), limited("max_groups")]
+    groups_needed: Positive | None = None
+    min_complete: Positive | None = None
     surplus: Literal["keep", "return"] = "keep"
-    resume: tuple[Name, ...] = ()
+    resume: Annotated[Many[Name], limited("max_trajectories")] = ()
+
+    @model_validator(mode="after")
+    def _ids_are_unique(self, info: ValidationInfo) -> Self:
+        groups: set[str] = set()
+        trajectories: set[str] = set()
+        count = 0
+        for i, group in enumerate(self.groups):
+            if group.id in groups:
+                refuse("names an earlier group", f".groups[{i}].id")
+            groups.add(group.id)
+            trajectories.update(group.trajectory_ids)
+            count += len(group.trajectory_ids)
+            if len(trajectories) < count:
+                refuse("names a trajectory of an earlier group", f".groups[{i}].trajectory_ids")
+        if isinstance(info.context, Received) and count > info.context.limits.max_trajectories:
+            refuse(f"{count} trajectories are more than max_trajectories, {info.context.limits.max_trajectories}")
+        return self
 
 
 class Continue(RequestMessage):
@@ -47,24 +77,34 @@ class Continue(RequestMessage):
 
     type: Literal["continue"] = "continue"
     trajectory_id: Name
-    turn: Annotated[int, Field(ge=0)]
-    expected_len: Annotated[int, Field(gt=0)]
+    turn: Count
+    expected_len: Positive
     glue: Int32 | None = None
     observation: Int32 | None = None
-    max_tokens: Annotated[int, Field(gt=0)] | None = None
+    max_tokens: Positive | None = None
     done: bool = False
     turn_reward: Reward | None = None
     reward: Reward | None = None
-    rewards: dict[str, Reward] = Field(default_factory=dict)
+    rewards: dict[str, Reward] = Field(default_factory=dict, max_length=256)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.done:
+            for name in ("glue", "observation", "max_tokens"):
+                if getattr(self, name) is not None:
+                    refuse("opens a further turn, but done is set", f".{name}")
+        elif self.reward is not None or self.rewards:
+            refuse("is the trajectory's and comes with done", ".reward" if self.reward is not None else ".rewards")
+        return self
 
 
 class Cancel(RequestMessage):
     """End trajectories with what they have (`abort_client`); finished and unknown ones are ignored, and counted."""
 
     type: Literal["cancel"] = "cancel"
-    trajectory_ids: tuple[Name, ...] = ()
-    group_ids: tuple[Name, ...] = ()
-    batch_ids: tuple[Name, ...] = ()
+    trajectory_ids: Annotated[Many[Name], limited("max_trajectories")] = ()
+    group_ids: Annotated[Many[Name], limited("max_trajectories")] = ()
+    batch_ids: Annotated[Many[Name], limited("max_trajectories")] = ()
 
 
 class Ack(RequestMessage):
@@ -75,7 +115,7 @@ class Ack(RequestMessage):
     """
 
     type: Literal["ack"] = "ack"
-    trajectory_ids: tuple[Name, ...] = ()
+    trajectory_ids: Annotated[Many[Name], limited("max_trajectories")] = ()
     received_bytes: Annotated[int, Field(ge=0)] = 0
 
 
@@ -88,8 +128,8 @@ class PrepareWeightsRequest(RequestMessage):
     type: Literal["prepare_weights"] = "prepare_weights"
     update_id: Name
     path: Annotated[str, Field(min_length=1, max_length=4096)]
-    version: int
-    checksums: dict[str, str] | None = None
+    version: Version
+    checksums: Annotated[dict[str, str], Field(max_length=4096)] | None = None
     force: bool = False
 
 
@@ -101,11 +141,17 @@ class CommitWeightsRequest(RequestMessage):
 
     type: Literal["commit_weights"] = "commit_weights"
     update_id: Name
-    version: int
+    version: Version
     digest: str | None = None
     mode: Literal["drain", "abort", "keep_kv", "recompute_kv"] = "drain"
     drain_timeout_s: Seconds | None = None
     on_drain_timeout: Literal["abort", "fail"] = "abort"
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.mode == "drain" and self.drain_timeout_s is None:
+            refuse('is required by mode "drain"', ".drain_timeout_s")
+        return self
 
 
 class AbortWeightsRequest(RequestMessage):
@@ -143,9 +189,25 @@ class Score(RequestMessage):
     """
 
     type: Literal["score"] = "score"
-    sequences: Annotated[tuple[Int32, ...], Field(min_length=1)]
-    sampled: tuple[UInt8, ...] | None = None
+    sequences: Annotated[Many[Int32], Field(min_length=1), limited("max_trajectories")]
+    sampled: Annotated[Many[UInt8], limited("max_trajectories")] | None = None
     sampling: Sampling = Sampling()
+
+    @model_validator(mode="after")
+    def _lengths_agree(self) -> Self:
+        for i, ids in enumerate(self.sequences):
+            if len(ids) == 0:
+                refuse("must not be empty", f".sequences[{i}]")
+        if self.sampled is None:
+            return self
+        if len(self.sampled) != len(self.sequences):
+            refuse(f"has {len(self.sampled)} entries for {len(self.sequences)} sequences", ".sampled")
+        for i, (ids, sampled) in enumerate(zip(self.sequences, self.sampled, strict=True)):
+            if len(ids) != len(sampled):
+                refuse(f"has {len(sampled)} entries for {len(ids)} ids", f".sampled[{i}]")
+            if sampled.max() > 1:
+                refuse("must be 0 or 1", f".sampled[{i}]")
+        return self
 
 
 class StatusRequest(RequestMessage):

@@ -1,0 +1,249 @@
+"""What every message is made of: the strict base model, arrays, opaque maps, and the context of a received one.
+
+A message is checked by the same model at both ends. Built in Python it may use lists and numpy scalars, which are
+turned into tuples and plain numbers here; received from the wire nothing is coerced, arrays are still references
+to blobs, and the receiver's limits apply. `Received`, passed as pydantic context, tells the two apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar, cast
+
+import msgpack
+import numpy as np
+from pydantic import BaseModel, BeforeValidator, ConfigDict, GetCoreSchemaHandler, ValidationInfo, model_validator
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+if TYPE_CHECKING:
+    from protocols.fields import Limits
+
+
+@dataclass(frozen=True, slots=True)
+class BlobRef:
+    """What stands in a received header for an array: which blob, and how its bytes are to be read."""
+
+    index: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BadMap:
+    """What stands in a received header for a map that has no meaning: a key twice, or one that is no string."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A message being decoded: its blobs, which of them a field has taken, and the limits it must keep."""
+
+    blobs: Sequence[memoryview]
+    limits: Limits
+    taken: bytearray = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "taken", bytearray(len(self.blobs)))
+
+    def take(self, ref: BlobRef, dtype: np.dtype[Any], ndim: int) -> np.ndarray:
+        """The blob as a read-only view of its frame. Sizes are compared as Python ints before anything is built."""
+        if ref.dtype != dtype.str or len(ref.shape) != ndim:
+            refuse(f"must be {dtype.str} with {ndim} dimension(s), not {ref.dtype[:16]!r} with {len(ref.shape)}")
+        if not 0 <= ref.index < len(self.blobs):
+            refuse(f"blob {ref.index} of {len(self.blobs)} does not exist")
+        if self.taken[ref.index]:
+            refuse(f"blob {ref.index} is named twice")
+        size = dtype.itemsize
+        for extent in ref.shape:
+            if extent < 0:
+                refuse(f"shape {list(ref.shape)} has a negative extent")
+            size *= extent
+        blob = self.blobs[ref.index]
+        if size != blob.nbytes:
+            refuse(f"shape {list(ref.shape)} of {dtype.str} needs {size} bytes, blob {ref.index} has {blob.nbytes}")
+        self.taken[ref.index] = 1
+        return np.frombuffer(blob, dtype).reshape(ref.shape)
+
+
+def refuse(message: str, at: str = "") -> NoReturn:
+    """Fail validation of the present field; `at` is the path below it."""
+    raise PydanticCustomError("refused", "{why}", {"why": message, "at": at})
+
+
+class ArraySpec:
+    """Pydantic annotation: a numpy array of one dtype (little-endian on the wire) and number of dimensions."""
+
+    def __init__(self, dtype: str, ndim: int = 1) -> None:
+        self.dtype = np.dtype(dtype)
+        self.ndim = ndim
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.with_info_plain_validator_function(
+            self._check,
+            serialization=core_schema.plain_serializer_function_ser_schema(lambda array: array),
+        )
+
+    def _check(self, value: Any, info: ValidationInfo) -> np.ndarray:
+        if isinstance(value, BlobRef) and isinstance(info.context, Received):
+            return info.context.take(value, self.dtype, self.ndim)
+        if not isinstance(value, np.ndarray) or info.context is not None:
+            refuse(f"must be a {self.dtype.str} array, not {type(value).__name__}")
+        if value.dtype != self.dtype or value.ndim != self.ndim:
+            refuse(
+                f"must be {self.dtype.str} with {self.ndim} dimension(s), not {value.dtype.str} with {value.ndim}",
+            )
+        return np.ascontiguousarray(value)
+
+
+class OpaqueSpec:
+    """Pydantic annotation: a map that the wire does not interpret. Plain data, no arrays, bounded when received.
+
+    Allowed are None, bool, int (-2**63 to 2**64 - 1), float, str, bytes, lists and maps with string keys; tuples
+    become lists and numpy scalars plain numbers, so that what is echoed equals what was sent.
+    """
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.with_info_plain_validator_function(
+            self._check,
+            serialization=core_schema.plain_serializer_function_ser_schema(lambda value: value),
+        )
+
+    def _check(self, value: Any, info: ValidationInfo) -> dict[str, Any]:
+        received = info.context if isinstance(info.context, Received) else None
+        if not isinstance(value, dict):
+            refuse(value.why if isinstance(value, BadMap) else f"must be a map, not {type(value).__name__}")
+        copy = _Plain(received.limits if received else None).copy(value, "", 1)
+        assert isinstance(copy, dict)
+        if received and len(msgpack.packb(copy)) > received.limits.max_metadata:
+            refuse(f"is larger than max_metadata, {received.limits.max_metadata} bytes")
+        return copy
+
+
+class _Plain:
+    """One walk over an opaque map. With limits it stops as soon as they are passed, not after."""
+
+    DEEPEST = 256
+
+    def __init__(self, limits: Limits | None) -> None:
+        self.deepest = limits.max_nesting if limits else self.DEEPEST
+        self.limits = limits
+        self.size = 0
+
+    def copy(self, value: Any, at: str, depth: int) -> Any:
+        self.size += 1
+        if isinstance(value, np.generic):
+            value = value.item()
+        if isinstance(value, str | bytes):
+            self.size += len(value)
+        if self.limits and self.size > self.limits.max_metadata:
+            refuse(f"is larger than max_metadata, {self.limits.max_metadata} bytes")
+        if value is None or isinstance(value, bool | float | str | bytes):
+            return value
+        if isinstance(value, int):
+            if not -(2**63) <= value < 2**64:
+                refuse("must lie between -2**63 and 2**64 - 1", at)
+            return value
+        if not isinstance(value, dict | list | tuple):
+            refuse(value.why if isinstance(value, BadMap) else f"must not hold a {_kind(value)}", at)
+        if depth > self.deepest:
+            refuse(f"is nested deeper than max_nesting, {self.deepest}")
+        if not isinstance(value, dict):
+            return [self.copy(item, f"{at}[{i}]", depth + 1) for i, item in enumerate(value)]
+        result = {}
+        for key, item in value.items():
+            if not isinstance(key, str):
+                refuse(f"key {str(key)[:32]} must be a string, not {type(key).__name__}", at)
+            self.size += len(key)
+            result[str(key)] = self.copy(item, f"{at}.{key[:64]}", depth + 1)
+        return result
+
+
+def _kind(value: Any) -> str:
+    return "array" if isinstance(value, BlobRef | np.ndarray) else type(value).__name__
+
+
+Opaque = Annotated[dict[str, Any], OpaqueSpec()]
+
+
+class _FailFast:
+    """As pydantic's own annotation, which has no hash and so cannot stand in `... | None`."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(source)
+        return cast(CoreSchema, {**schema, "fail_fast": True})
+
+
+T = TypeVar("T")
+Many = Annotated[tuple[T, ...], _FailFast()]
+"""A list on the wire. One error is enough: a long list of bad entries must not cost an error object each."""
+
+
+def limited(name: str) -> BeforeValidator:
+    """A list of at most `limits.<name>` entries when received, counted before any entry is looked at."""
+
+    def check(value: Any, info: ValidationInfo) -> Any:
+        if isinstance(info.context, Received) and isinstance(value, tuple):
+            limit = getattr(info.context.limits, name)
+            if len(value) > limit:
+                refuse(f"has {len(value)} entries, more than {name}, {limit}")
+        return value
+
+    return BeforeValidator(check)
+
+
+class Value(BaseModel):
+    """Base of everything on the wire: immutable, strict, and an unknown field is refused by name.
+
+    Two values are equal when they have one type and equal fields, arrays by dtype, shape and content (NaN equals
+    NaN). Values that hold arrays are not hashable.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        arbitrary_types_allowed=True,
+        allow_inf_nan=False,
+        hide_input_in_errors=True,
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_either_side(cls, data: Any, info: ValidationInfo) -> Any:
+        if not isinstance(data, dict):
+            return data
+        if info.context is None:
+            return {name: _local(value) for name, value in data.items()}
+        # Keys are unique, so this leaves at most as many errors as the model has fields.
+        if len(data) > len(cls.__pydantic_fields__):
+            unknown = next(name for name in data if name not in cls.__pydantic_fields__)
+            refuse("unknown field", f".{unknown[:64]}")
+        return data
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        return _equal(self.__dict__, other.__dict__)
+
+
+def _local(value: Any) -> Any:
+    """Numpy scalars as Python numbers and lists as tuples, so that strict fields take what Python code holds."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, list | tuple):
+        return tuple(_local(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _local(item) for key, item in value.items()}
+    return value
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        return a.dtype == b.dtype and np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_equal(item, b[key]) for key, item in a.items())
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    return bool(a == b) or (isinstance(a, float) and isinstance(b, float) and a != a and b != b)

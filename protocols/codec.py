@@ -1,0 +1,209 @@
+"""Messages to frames and back: `[header msgpack][blob 0][blob 1]...`.
+
+The header is the message as a msgpack map. An array in it is an extension of type `ARRAY` whose payload is the
+msgpack array `[blob index, dtype, shape]`; its bytes, little-endian and in C order, are a frame of their own. User
+data cannot look like that: opaque maps hold no extensions. Nothing is copied on either side: a sent blob is a view
+of the message's array, a received array is a read-only view of the frame.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, TypeVar, cast, get_args
+
+import msgpack
+import numpy as np
+from pydantic import ValidationError
+
+from protocols.base import BadMap, BlobRef, Received, Value
+from protocols.errors import BadRequest
+from protocols.fields import PROTOCOL, Limits
+from protocols.replies import Reply, ReplyMessage
+from protocols.requests import Request, RequestMessage
+
+ARRAY = 1
+"""The one msgpack extension type of the protocol."""
+
+Frame = bytes | bytearray | memoryview
+M = TypeVar("M", RequestMessage, ReplyMessage)
+
+
+def _by_type(union: Any) -> dict[str, type[Any]]:
+    members = get_args(get_args(union)[0])
+    return {member.model_fields["type"].default: member for member in members}
+
+
+REQUESTS: dict[str, type[RequestMessage]] = _by_type(Request)
+REPLIES: dict[str, type[ReplyMessage]] = _by_type(Reply)
+
+
+def encode(message: Value) -> list[bytes | memoryview]:
+    """Frames of a message (or of a part of one). The views are of the message's arrays: do not write to those."""
+    blobs: list[bytes | memoryview] = []
+
+    def pack(value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            described = msgpack.packb((len(blobs), value.dtype.str, value.shape))
+            blobs.append(value.reshape(-1).view(np.uint8).data)
+            return msgpack.ExtType(ARRAY, described)
+        if isinstance(value, np.generic):
+            return value.item()
+        raise TypeError(f"{type(value).__name__} cannot be sent")
+
+    header = msgpack.packb(message.model_dump(), default=pack)
+    return [header, *blobs]
+
+
+def fingerprint(value: Value) -> bytes:
+    """SHA-256 of a value as encoded: equal for equal content, whichever process made it."""
+    digest = hashlib.sha256()
+    for frame in encode(value):
+        digest.update(len(frame).to_bytes(8, "little"))
+        digest.update(frame)
+    return digest.digest()
+
+
+def decode_request(frames: Sequence[Frame], limits: Limits) -> Request:
+    """The request in the frames of one multipart message (without the routing id).
+
+    Raises BadRequest, with the path of the offending field and, where it could be read, the message's own id as
+    `request_id`.
+    """
+    return cast(Request, _decode(frames, limits, REQUESTS))
+
+
+def decode_reply(frames: Sequence[Frame], limits: Limits) -> Reply:
+    """The reply or event in the frames of one multipart message. Raises BadRequest as `decode_request` does."""
+    return cast(Reply, _decode(frames, limits, REPLIES))
+
+
+def _decode(frames: Sequence[Frame], limits: Limits, known: dict[str, type[M]]) -> M:
+    if not frames:
+        raise BadRequest("a message has at least one frame")
+    header = _read_header(memoryview(frames[0]), limits)
+    name = header.get("id")
+    request_id = name if isinstance(name, str) and len(name) <= 256 else ""
+    try:
+        _check_sizes(frames, limits)
+        model = _choose(header, known)
+        received = Received([memoryview(frame).toreadonly() for frame in frames[1:]], limits)
+        message = model.model_validate(header, context=received)
+        unused = received.taken.find(0)
+        if unused >= 0:
+            raise BadRequest(f"blob {unused} of {len(received.blobs)} belongs to no field")
+        return message
+    except ValidationError as error:
+        raise bad_request(error, request_id) from None
+    except BadRequest as error:
+        error.request_id = request_id
+        raise
+
+
+def _check_sizes(frames: Sequence[Frame], limits: Limits) -> None:
+    if len(frames) - 1 > limits.max_blobs:
+        raise BadRequest(f"{len(frames) - 1} blobs are more than max_blobs, {limits.max_blobs}")
+    total = 0
+    for index, frame in enumerate(frames):
+        size = memoryview(frame).nbytes
+        if size > limits.max_frame:
+            raise BadRequest(f"frame {index} has {size} bytes, more than max_frame, {limits.max_frame}")
+        total += size
+    if total > limits.max_message:
+        raise BadRequest(f"the message has {total} bytes, more than max_message, {limits.max_message}")
+
+
+def _choose(header: dict[str, Any], known: dict[str, type[M]]) -> type[M]:
+    protocol = header.get("protocol", PROTOCOL)
+    if type(protocol) is not int or protocol != PROTOCOL:
+        raise BadRequest(f"this end speaks protocol {PROTOCOL} only", field="protocol")
+    name = header.get("type")
+    if not isinstance(name, str):
+        raise BadRequest("must name the kind of message", field="type")
+    if name not in known:
+        raise BadRequest(f"no message of type {name[:64]!r} is received here", field="type")
+    return known[name]
+
+
+def _read_header(frame: memoryview, limits: Limits) -> dict[str, Any]:
+    if frame.nbytes > limits.max_header:
+        raise BadRequest(f"the header has {frame.nbytes} bytes, more than max_header, {limits.max_header}")
+    entries = max(limits.max_trajectories, limits.max_groups, limits.max_blobs, limits.max_metadata)
+    options: dict[str, Any] = {
+        "raw": False,
+        "use_list": False,
+        # Keys are checked in `_map`, which is stricter (no bytes either) and lets the error name the place.
+        "strict_map_key": False,
+        "object_pairs_hook": _map,
+        "ext_hook": _extension,
+        "max_array_len": entries,
+        "max_map_len": entries,
+        "max_ext_len": 256,
+    }
+    try:
+        header = msgpack.unpackb(frame, **options)
+    except BadRequest as error:
+        error.request_id = _salvage_id(frame, options)
+        raise
+    except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
+        refusal = BadRequest(f"the header is not valid msgpack: {error or type(error).__name__}")
+        refusal.request_id = _salvage_id(frame, options)
+        raise refusal from None
+    if not isinstance(header, dict):
+        raise BadRequest(f"the header: {header.why}" if isinstance(header, BadMap) else "the header must be a map")
+    return header
+
+
+def _salvage_id(frame: memoryview, options: dict[str, Any]) -> str:
+    """The id of a message whose header breaks off or goes wrong only after it."""
+    unpacker = msgpack.Unpacker(**options)
+    try:
+        unpacker.feed(frame)
+        for _ in range(min(unpacker.read_map_header(), 64)):
+            key, value = unpacker.unpack(), unpacker.unpack()
+            if key == "id":
+                return value if isinstance(value, str) and len(value) <= 256 else ""
+    except (BadRequest, ValueError, TypeError, OverflowError, msgpack.UnpackException):
+        pass
+    return ""
+
+
+def _map(pairs: list[tuple[Any, Any]]) -> dict[str, Any] | BadMap:
+    for key, _ in pairs:
+        if type(key) is not str:
+            return BadMap(f"key {str(key)[:32]} must be a string, not {type(key).__name__}")
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                return BadMap(f"key {key[:64]!r} appears twice")
+            seen.add(key)
+    return result
+
+
+def _extension(code: int, payload: bytes) -> BlobRef:
+    if code != ARRAY:
+        raise BadRequest(f"msgpack extension type {code} is unknown")
+    described = msgpack.unpackb(payload, raw=False, use_list=False)
+    match described:
+        case (int(index), str(dtype), tuple(shape)) if type(index) is int and all(type(n) is int for n in shape):
+            return BlobRef(index, dtype, shape)
+    raise BadRequest("an array is described by [blob index, dtype, shape]")
+
+
+def bad_request(error: ValidationError, request_id: str = "") -> BadRequest:
+    """The first error of a validation as what crosses the wire, its place as a path: `groups[3].sampling.top_p`."""
+    first = error.errors(include_url=False)[0]
+    below = first.get("ctx", {}).get("at", "")
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part[:64]}" for part in first["loc"]) + below
+    given = first["input"]
+    if isinstance(given, BadMap):
+        message = given.why
+    elif first["type"] == "extra_forbidden":
+        message = "unknown field"
+    else:
+        message = first["msg"]
+    refusal = BadRequest(message, field=path.removeprefix(".") or None)
+    refusal.request_id = request_id
+    return refusal
