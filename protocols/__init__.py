@@ -1,6 +1,7 @@
 """The wire: messages, their errors, and the way from messages to frames and back. Imports nothing of ours."""
 
 from protocols.base import Value
+from protocols.chunks import Assembler, ChunkError, Packet, split
 from protocols.codec import Frame, bad_request, decode_reply, decode_request, encode, fingerprint
 from protocols.errors import (
     ERRORS,
@@ -72,6 +73,7 @@ from protocols.replies import (
     WeightsProgress,
     Welcome,
     WorkerStatus,
+    is_event,
 )
 from protocols.requests import (
     AbortWeightsRequest,
@@ -106,11 +108,13 @@ __all__ = [
     "AbortWeightsRequest",
     "Accepted",
     "Ack",
+    "Assembler",
     "BadRequest",
     "BatchDone",
     "Budget",
     "Cancel",
     "Chunk",
+    "ChunkError",
     "CommitWeightsRequest",
     "ConnectionLost",
     "Continue",
@@ -133,6 +137,7 @@ __all__ = [
     "Ok",
     "OutOfMemory",
     "Overloaded",
+    "Packet",
     "PauseRequest",
     "Paused",
     "Ping",
@@ -185,4 +190,6 @@ __all__ = [
     "encode",
     "fingerprint",
     "from_failure",
+    "is_event",
+    "split",
 ]

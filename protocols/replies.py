@@ -194,3 +194,10 @@ Reply = Annotated[
     | Chunk,
     Field(discriminator="type"),
 ]
+
+EVENTS = (TurnDone, TrajectoryDone, GroupDone, BatchDone, WeightsProgress, Chunk)
+
+
+def is_event(message: ReplyMessage) -> bool:
+    """Does the send window count this message? A reply in chunks counts too, as its chunks do."""
+    return isinstance(message, EVENTS)
