@@ -1,10 +1,31 @@
-"""One trajectory as a pure state machine: tokens, budgets, turns; no engine, no clock, no asyncio."""
+"""One trajectory as a pure state machine: tokens, budgets, turns; no engine, no clock, no asyncio.
+
+    append? -> before_turn -> request -> take -> answer -> before_turn -> ... -> to_record
+
+A step that may end the trajectory returns its `End`, or None to go on. Nothing is taken back: a later turn extends
+the ids of the earlier ones.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from protocols.fields import Group
+from engine.request import Completion, Failure, IntArray, Request
+from protocols import fields
+from protocols.fields import (
+    SOURCE_GLUE,
+    SOURCE_OBSERVATION,
+    STATUS_OF,
+    Group,
+    ModelInfo,
+    Record,
+    TrajectoryReason,
+    Truncation,
+    Turn,
+)
+from rollout.failures import wire_error
+from rollout.sampling import engine_params, stop_rule
+from rollout.tokens import Tokens, fault
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,3 +46,190 @@ class TrajectorySpec:
     seed: int
     order: int = 0
     accepted: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Why a trajectory ended. truncation: the limit that cut it; failure: what went wrong in a failed one."""
+
+    reason: TrajectoryReason
+    truncation: Truncation | None = None
+    failure: fields.Failure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What an environment said to one turn, checked: ids are int32[n] inside the vocabulary.
+
+    tool_wait: seconds it took. ends_like_turn: a `done` is named after how the turn ended, not `env_done`.
+    """
+
+    glue: IntArray | None = None
+    observation: IntArray | None = None
+    max_tokens: int | None = None
+    done: bool = False
+    reward: float | None = None
+    tool_wait: float = 0.0
+    ends_like_turn: bool = False
+
+
+class Trajectory:
+    """What one trajectory consists of so far, and whether it may go on."""
+
+    def __init__(self, spec: TrajectorySpec, model: ModelInfo) -> None:
+        self._spec = spec
+        self._sampling = spec.group.sampling
+        self._budget = spec.group.budget
+        self._params = engine_params(self._sampling, seed=spec.seed, sample_index=spec.sample_index)
+        self._stop = stop_rule(self._sampling, model.eos_ids)
+        self._max_context = model.max_context
+        self._tokens = Tokens(self._sampling.logprobs)
+        self._tokens.add_prompt(spec.group.prompt, spec.group.prompt_source)
+        self._turn_limit = self._sampling.max_tokens
+        self._turns: list[Turn] = []
+
+    @property
+    def length(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        return tuple(self._turns)
+
+    def append(self, glue: IntArray | None, observation: IntArray | None, max_tokens: int | None) -> End | None:
+        """Add what comes before a turn: all of it or, where it does not fit, nothing. An exact fit fits.
+
+        max_tokens: budget of the turn that it opens; None is `Sampling.max_tokens`.
+        """
+        parts = [
+            (ids, source) for ids, source in ((glue, SOURCE_GLUE), (observation, SOURCE_OBSERVATION)) if ids is not None
+        ]
+        if sum(len(ids) for ids, _ in parts) > self._room():
+            return self._overflow()
+        for ids, source in parts:
+            self._tokens.add(ids, source)
+        self._turn_limit = self._sampling.max_tokens if max_tokens is None else max_tokens
+        return None
+
+    def before_turn(self, serving_version: int) -> End | None:
+        """May a further turn be sampled, now that weights of `serving_version` serve?"""
+        if self._room() <= 0:
+            return self._overflow()
+        oldest, limit = self._tokens.oldest_version, self._spec.group.max_staleness
+        if oldest is not None and limit is not None and serving_version - oldest > limit:
+            return End("abort_stale")
+        return None
+
+    def request(self) -> Request:
+        """The next turn, once `before_turn` has let it pass."""
+        spec, index = self._spec, len(self._turns)
+        return Request(
+            id=f"{spec.session}/{spec.trajectory_id}/{index}",
+            token_ids=self._tokens.ids,
+            sampled=self._tokens.sampled,
+            max_tokens=self._room() if self._turn_limit is None else min(self._turn_limit, self._room()),
+            params=self._params,
+            stop=self._stop,
+            order=spec.order,
+            group="" if index else f"{spec.session}/{spec.batch_id}/{spec.group.id}",
+            logprob_modes=self._sampling.logprobs,
+            top_logprobs=self._sampling.top_logprobs,
+            prompt_logprobs=self._sampling.prompt_logprobs and index == 0,
+        )
+
+    def take(self, request: Request, completion: Completion, times: fields.Times, *, on_length: str) -> End | None:
+        """Append what the turn `request` sampled. on_length "end": a turn that was cut ends the trajectory."""
+        wrong = fault(completion, request)
+        if wrong is None:
+            self._turns.append(self._turn(completion, times))
+            self._tokens.add_sampled(completion)
+        if completion.error is not None:
+            return _failed(completion.error)
+        if wrong is not None:
+            return _failed(Failure("internal", f"the engine's reply: {wrong}"))
+        turn = self._turns[-1]
+        match turn.finish_reason:
+            case "stop" | "tool_calls":
+                return None
+            case "error":
+                return _failed(Failure("internal", "the engine's reply: an error that says nothing"))
+            case "abort_client" | "abort_weight_update":
+                return End(turn.finish_reason)
+            case "context_overflow":
+                return End("context_overflow", Truncation(limit="max_context", value=self._max_context))
+            case "length" if turn.length != self._turn_limit:
+                return self._overflow()
+            case "length" | "turn_deadline":
+                return self._cut(turn) if on_length == "end" else None
+
+    def answer(self, answer: Answer) -> End | None:
+        """What the environment said to the last turn. Nothing is appended where no turn follows."""
+        turn = self._turns[-1]
+        times = turn.times.model_copy(update={"tool_wait": turn.times.tool_wait + answer.tool_wait})
+        self._turns[-1] = turn.model_copy(update={"reward": answer.reward, "times": times})
+        if answer.done and answer.ends_like_turn:
+            return End("stop") if turn.finish_reason == "stop" else self._cut(turn)
+        if answer.done:
+            return End("env_done")
+        if len(self._turns) == self._budget.max_turns:
+            return End("max_turns")
+        return self.append(answer.glue, answer.observation, answer.max_tokens)
+
+    def to_record(self, end: End, times: fields.Times, wall_s: float) -> Record:
+        """The record, its final reward still missing. Raises ValidationError where two lengths disagree."""
+        spec, group = self._spec, self._spec.group
+        status = STATUS_OF[end.reason]
+        return Record(
+            trajectory_id=spec.trajectory_id,
+            group_id=group.id,
+            batch_id=spec.batch_id,
+            sample_index=spec.sample_index,
+            status=status,
+            finish_reason=end.reason,
+            segments=(self._tokens.segment(self.turns, trainable=status != "failed"),),
+            sampling=self._sampling.model_copy(update={"seed": spec.seed}),
+            error=end.failure,
+            truncation=end.truncation,
+            times=times,
+            wall_s=wall_s,
+            metadata=group.metadata,
+            purpose=group.purpose,
+        )
+
+    def _turn(self, completion: Completion, times: fields.Times) -> Turn:
+        start, count, stop = self.length, len(completion.token_ids), completion.stop
+        began = count > 0 or completion.times.prefill > 0
+        return Turn(
+            index=len(self._turns),
+            start=start,
+            length=count,
+            finish_reason=completion.finish_reason,
+            stop=stop.decode(errors="replace") if isinstance(stop, bytes) else None if stop is None else str(stop),
+            prompt_len=start,
+            cached_tokens=completion.cached_tokens,
+            computed_tokens=start - completion.cached_tokens if began else 0,
+            preemptions=completion.preemptions,
+            times=times,
+        )
+
+    def _ceiling(self) -> int:
+        return min(self._budget.max_total_tokens or self._max_context, self._max_context)
+
+    def _room(self) -> int:
+        return self._ceiling() - self.length
+
+    def _overflow(self) -> End:
+        if self._ceiling() < self._max_context:
+            return End("max_total_tokens", Truncation(limit="max_total_tokens", value=self._ceiling()))
+        return End("context_overflow", Truncation(limit="max_context", value=self._max_context))
+
+    def _cut(self, turn: Turn) -> End:
+        """The trajectory ends because its turn was cut."""
+        if turn.finish_reason == "turn_deadline":
+            return End("length", Truncation(limit="turn_deadline_s", value=self._budget.turn_deadline_s or 0.0))
+        return End("length", Truncation(limit="max_tokens", value=turn.length))
+
+
+def _failed(failure: Failure) -> End:
+    reason: TrajectoryReason = "numerical_error" if failure.code == "numerical_error" else "error"
+    return End(reason, failure=wire_error(failure, "trajectory").failure("generate"))

@@ -1,0 +1,157 @@
+"""The tokens of one segment: parallel columns that only grow, and the `Segment` made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.request import BoolArray, Completion, FloatArray, IntArray, LogprobMode, Request
+from protocols.fields import SOURCE_PREFIX, SOURCE_PROMPT, SOURCE_SAMPLED, Segment, Turn
+
+Scalar = TypeVar("Scalar", bound=np.generic)
+
+
+class Tokens:
+    """Ids with their source, logprobs and weight versions. `modes`: the logprobs kept, the primary one first."""
+
+    def __init__(self, modes: tuple[LogprobMode, ...]) -> None:
+        self._modes = modes
+        self._ids = _Column(np.dtype(np.int32))
+        self._source = _Column(np.dtype(np.uint8))
+        self._sampled = _Column(np.dtype(np.bool_))
+        self._logprobs = {mode: _Column(np.dtype(np.float32)) for mode in modes}
+        self._weight_versions: list[tuple[int, int]] = []
+        self._kv_versions: list[tuple[int, int]] = []
+        self._top: list[tuple[IntArray, FloatArray]] = []
+        self._prompt_logprobs: FloatArray | None = None
+
+    def __len__(self) -> int:
+        return self._ids.length
+
+    @property
+    def ids(self) -> IntArray:
+        """int32[L], read-only."""
+        return self._ids.array()
+
+    @property
+    def sampled(self) -> BoolArray:
+        """bool[L], read-only: what presence and frequency penalties count."""
+        return self._sampled.array()
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest weights that sampled a token, None before the first one."""
+        return min((version for version, _ in self._weight_versions), default=None)
+
+    def add_prompt(self, ids: IntArray, source: npt.NDArray[np.uint8] | None) -> None:
+        """Tokens of a resumed prompt that were sampled elsewhere count in the penalties and not in the loss."""
+        if source is None:
+            source = np.full(len(ids), SOURCE_PROMPT, np.uint8)
+        elsewhere = source == SOURCE_SAMPLED
+        self._extend(ids, np.where(elsewhere, np.uint8(SOURCE_PREFIX), source), elsewhere)
+
+    def add(self, ids: IntArray, source: int) -> None:
+        self._extend(ids, np.full(len(ids), source, np.uint8), np.zeros(len(ids), np.bool_))
+
+    def add_sampled(self, completion: Completion) -> None:
+        """`completion` has passed `fault`."""
+        if count := len(completion.token_ids):
+            source = np.full(count, SOURCE_SAMPLED, np.uint8)
+            self._extend(completion.token_ids, source, np.ones(count, np.bool_), completion.logprobs)
+        _add_runs(self._weight_versions, completion.weight_versions)
+        _add_runs(self._kv_versions, [(completion.kv_version, count)])
+        if completion.top_ids is not None and completion.top_logprobs is not None:
+            self._top.append((completion.top_ids, completion.top_logprobs))
+        if completion.prompt_logprobs is not None:
+            self._prompt_logprobs = completion.prompt_logprobs[self._modes[0]]
+
+    def segment(self, turns: tuple[Turn, ...], *, trainable: bool) -> Segment:
+        """Raises ValidationError where two lengths disagree."""
+        source = self._source.array()
+        return Segment(
+            token_ids=self.ids,
+            source=source,
+            logprobs=self._logprobs[self._modes[0]].array(),
+            loss_mask=((source == SOURCE_SAMPLED) & trainable).astype(np.uint8),
+            weight_versions=np.array(self._weight_versions, np.int64).reshape(-1, 2),
+            kv_versions=np.array(self._kv_versions, np.int64).reshape(-1, 2),
+            turns=turns,
+            more_logprobs={mode: self._logprobs[mode].array() for mode in self._modes[1:]},
+            prompt_logprobs=self._prompt_logprobs,
+            top_ids=np.concatenate([ids for ids, _ in self._top]) if self._top else None,
+            top_logprobs=np.concatenate([logprobs for _, logprobs in self._top]) if self._top else None,
+        )
+
+    def _extend(
+        self,
+        ids: IntArray,
+        source: npt.NDArray[np.uint8],
+        sampled: BoolArray,
+        logprobs: Mapping[LogprobMode, FloatArray] | None = None,
+    ) -> None:
+        self._ids.extend(ids)
+        self._source.extend(source)
+        self._sampled.extend(sampled)
+        for mode, column in self._logprobs.items():
+            column.extend(np.zeros(len(ids), np.float32) if logprobs is None else logprobs[mode])
+
+
+def fault(completion: Completion, request: Request) -> str | None:
+    """What is wrong with the arrays of a completion, if anything: no length is mended and no number invented."""
+    count = len(completion.token_ids)
+    if completion.token_ids.dtype != np.int32:
+        return f"token_ids are {completion.token_ids.dtype}, not int32"
+    if (covered := sum(tokens for _, tokens in completion.weight_versions)) != count:
+        return f"weight versions cover {covered} of {count} tokens"
+    if count == 0:
+        return None
+    for mode in request.logprob_modes:
+        if (wrong := _misshapen(completion.logprobs.get(mode), (count,))) is not None:
+            return f"{mode} logprobs {wrong}"
+        if not np.isfinite(completion.logprobs[mode]).all():
+            return f"{mode} logprobs are not finite"
+    if request.top_logprobs:
+        for name, rows in (("top_ids", completion.top_ids), ("top_logprobs", completion.top_logprobs)):
+            if (wrong := _misshapen(rows, (count, request.top_logprobs))) is not None:
+                return f"{name} {wrong}"
+    if request.prompt_logprobs:
+        scores = (completion.prompt_logprobs or {}).get(request.logprob_modes[0])
+        if (wrong := _misshapen(scores, (len(request.token_ids),))) is not None:
+            return f"prompt logprobs {wrong}"
+    return None
+
+
+def _misshapen(array: npt.NDArray[Any] | None, shape: tuple[int, ...]) -> str | None:
+    if array is None:
+        return "are missing"
+    return None if array.shape == shape else f"are {list(array.shape)}, not {list(shape)}"
+
+
+class _Column(Generic[Scalar]):
+    """An array that grows at its end. What was handed out is read-only and never changes."""
+
+    def __init__(self, dtype: np.dtype[Scalar]) -> None:
+        self._parts: list[npt.NDArray[Scalar]] = [np.empty(0, dtype)]
+        self.length = 0
+
+    def extend(self, part: npt.NDArray[Any]) -> None:
+        self._parts.append(part)
+        self.length += len(part)
+
+    def array(self) -> npt.NDArray[Scalar]:
+        if len(self._parts) > 1:
+            whole = np.concatenate(self._parts)
+            whole.flags.writeable = False
+            self._parts = [whole]
+        return self._parts[0]
+
+
+def _add_runs(runs: list[tuple[int, int]], more: Iterable[tuple[int, int]]) -> None:
+    for version, count in more:
+        if runs and runs[-1][0] == version:
+            runs[-1] = (version, runs[-1][1] + count)
+        elif count:
+            runs.append((version, count))
