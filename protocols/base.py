@@ -30,8 +30,8 @@ class BlobRef:
 
 
 @dataclass(frozen=True, slots=True)
-class BadMap:
-    """What stands in a received header for a map that has no meaning: a key twice, or one that is no string."""
+class Bad:
+    """What stands in a received header for what has no meaning, such as a map with a key twice."""
 
     why: str
 
@@ -113,7 +113,7 @@ class OpaqueSpec:
     def _check(self, value: Any, info: ValidationInfo) -> dict[str, Any]:
         received = info.context if isinstance(info.context, Received) else None
         if not isinstance(value, dict):
-            refuse(value.why if isinstance(value, BadMap) else f"must be a map, not {type(value).__name__}")
+            refuse(value.why if isinstance(value, Bad) else f"must be a map, not {type(value).__name__}")
         copy = _Plain(received.limits if received else None).copy(value, "", 1)
         assert isinstance(copy, dict)
         if received and len(msgpack.packb(copy)) > received.limits.max_metadata:
@@ -135,7 +135,9 @@ class _Plain:
         self.size += 1
         if isinstance(value, np.generic):
             value = value.item()
-        if isinstance(value, str | bytes):
+        if isinstance(value, str):
+            self.size += _utf8_size(value, at)
+        elif isinstance(value, bytes):
             self.size += len(value)
         if self.limits and self.size > self.limits.max_metadata:
             refuse(f"is larger than max_metadata, {self.limits.max_metadata} bytes")
@@ -146,7 +148,7 @@ class _Plain:
                 refuse("must lie between -2**63 and 2**64 - 1", at)
             return value
         if not isinstance(value, dict | list | tuple):
-            refuse(value.why if isinstance(value, BadMap) else f"must not hold a {_kind(value)}", at)
+            refuse(value.why if isinstance(value, Bad) else f"must not hold a {_kind(value)}", at)
         if depth > self.deepest:
             refuse(f"is nested deeper than max_nesting, {self.deepest}")
         if not isinstance(value, dict):
@@ -155,9 +157,18 @@ class _Plain:
         for key, item in value.items():
             if not isinstance(key, str):
                 refuse(f"key {str(key)[:32]} must be a string, not {type(key).__name__}", at)
-            self.size += len(key)
+            self.size += _utf8_size(key, at)
             result[str(key)] = self.copy(item, f"{at}.{key[:64]}", depth + 1)
         return result
+
+
+def _utf8_size(text: str, at: str) -> int:
+    if text.isascii():
+        return len(text)
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError:
+        refuse("must be text that UTF-8 can hold", at)
 
 
 def _kind(value: Any) -> str:
@@ -178,6 +189,18 @@ class _FailFast:
 T = TypeVar("T")
 Many = Annotated[tuple[T, ...], _FailFast()]
 """A list on the wire. One error is enough: a long list of bad entries must not cost an error object each."""
+
+
+def readable(length: int) -> BeforeValidator:
+    """Text for people that must never fail to be sent: cut at `length` characters, lone surrogates replaced."""
+
+    def mend(value: Any, info: ValidationInfo) -> Any:
+        if info.context is not None or not isinstance(value, str):
+            return value
+        text = value if len(value) <= length else value[: length - 3] + "..."
+        return text.encode(errors="replace").decode()
+
+    return BeforeValidator(mend)
 
 
 def limited(name: str) -> BeforeValidator:
@@ -228,14 +251,17 @@ class Value(BaseModel):
         return _equal(self.__dict__, other.__dict__)
 
 
-def _local(value: Any) -> Any:
-    """Numpy scalars as Python numbers and lists as tuples, so that strict fields take what Python code holds."""
+def _local(value: Any, depth: int = 3) -> Any:
+    """Numpy scalars as Python numbers and lists as tuples, so that strict fields take what Python code holds.
+
+    No field nests deeper than a map of lists; opaque maps look after themselves.
+    """
     if isinstance(value, np.generic):
         return value.item()
-    if isinstance(value, list | tuple):
-        return tuple(_local(item) for item in value)
-    if isinstance(value, dict):
-        return {key: _local(item) for key, item in value.items()}
+    if depth and isinstance(value, list | tuple):
+        return tuple(_local(item, depth - 1) for item in value)
+    if depth and isinstance(value, dict):
+        return {key: _local(item, depth - 1) for key, item in value.items()}
     return value
 
 

@@ -16,7 +16,7 @@ import msgpack
 import numpy as np
 from pydantic import ValidationError
 
-from protocols.base import BadMap, BlobRef, Received, Value
+from protocols.base import Bad, BlobRef, Received, Value
 from protocols.errors import BadRequest
 from protocols.fields import PROTOCOL, Limits
 from protocols.replies import Reply, ReplyMessage
@@ -24,6 +24,9 @@ from protocols.requests import Request, RequestMessage
 
 ARRAY = 1
 """The one msgpack extension type of the protocol."""
+
+_BROKEN = (ValueError, TypeError, OverflowError, msgpack.UnpackException, msgpack.exceptions.BufferFull)
+"""What msgpack raises for bytes that are not its own."""
 
 Frame = bytes | bytearray | memoryview
 M = TypeVar("M", RequestMessage, ReplyMessage)
@@ -128,68 +131,84 @@ def _choose(header: dict[str, Any], known: dict[str, type[M]]) -> type[M]:
 def _read_header(frame: memoryview, limits: Limits) -> dict[str, Any]:
     if frame.nbytes > limits.max_header:
         raise BadRequest(f"the header has {frame.nbytes} bytes, more than max_header, {limits.max_header}")
-    entries = max(limits.max_trajectories, limits.max_groups, limits.max_blobs, limits.max_metadata)
-    options: dict[str, Any] = {
-        "raw": False,
-        "use_list": False,
-        # Keys are checked in `_map`, which is stricter (no bytes either) and lets the error name the place.
-        "strict_map_key": False,
-        "object_pairs_hook": _map,
-        "ext_hook": _extension,
-        "max_array_len": entries,
-        "max_map_len": entries,
-        "max_ext_len": 256,
-    }
     try:
-        header = msgpack.unpackb(frame, **options)
+        return _unpack_header(frame, limits)
     except BadRequest as error:
-        error.request_id = _salvage_id(frame, options)
+        error.request_id = _salvage_id(frame)
         raise
-    except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
-        refusal = BadRequest(f"the header is not valid msgpack: {error or type(error).__name__}")
-        refusal.request_id = _salvage_id(frame, options)
+    except (*_BROKEN, RecursionError) as error:
+        refusal = BadRequest(f"the header is not valid msgpack: {str(error)[:200] or type(error).__name__}")
+        refusal.request_id = _salvage_id(frame)
         raise refusal from None
+
+
+def _unpack_header(frame: memoryview, limits: Limits) -> dict[str, Any]:
+    # Passed over once without building anything: afterwards every length in it is known to be backed by bytes, so
+    # that nested claims of huge arrays cannot make the second pass reserve memory for them.
+    scan = msgpack.Unpacker(max_buffer_size=frame.nbytes)
+    scan.feed(frame)
+    scan.skip()
+    if scan.tell() != frame.nbytes:
+        raise BadRequest("bytes follow the header's map")
+    entries = max(limits.max_trajectories, limits.max_groups, limits.max_blobs, limits.max_metadata)
+    header = msgpack.unpackb(
+        frame,
+        raw=False,
+        use_list=False,
+        # Keys are checked in `_map`, which is stricter (no bytes either) and lets the error name the place.
+        strict_map_key=False,
+        object_pairs_hook=_map,
+        ext_hook=_extension,
+        max_array_len=entries,
+        max_map_len=entries,
+        max_ext_len=256,
+    )
+    if isinstance(header, Bad):
+        raise BadRequest(f"the header: {header.why}")
     if not isinstance(header, dict):
-        raise BadRequest(f"the header: {header.why}" if isinstance(header, BadMap) else "the header must be a map")
+        raise BadRequest("the header must be a map")
     return header
 
 
-def _salvage_id(frame: memoryview, options: dict[str, Any]) -> str:
+def _salvage_id(frame: memoryview) -> str:
     """The id of a message whose header breaks off or goes wrong only after it."""
-    unpacker = msgpack.Unpacker(**options)
+    scan = msgpack.Unpacker(max_buffer_size=frame.nbytes, strict_map_key=False, max_array_len=64, max_map_len=64)
     try:
-        unpacker.feed(frame)
-        for _ in range(min(unpacker.read_map_header(), 64)):
-            key, value = unpacker.unpack(), unpacker.unpack()
-            if key == "id":
-                return value if isinstance(value, str) and len(value) <= 256 else ""
-    except (BadRequest, ValueError, TypeError, OverflowError, msgpack.UnpackException):
+        scan.feed(frame)
+        for _ in range(min(scan.read_map_header(), 64)):
+            key = scan.unpack()
+            if key != "id":
+                scan.skip()
+                continue
+            value = scan.unpack()
+            return value if isinstance(value, str) and len(value) <= 256 else ""
+    except _BROKEN:
         pass
     return ""
 
 
-def _map(pairs: list[tuple[Any, Any]]) -> dict[str, Any] | BadMap:
+def _map(pairs: list[tuple[Any, Any]]) -> dict[str, Any] | Bad:
     for key, _ in pairs:
         if type(key) is not str:
-            return BadMap(f"key {str(key)[:32]} must be a string, not {type(key).__name__}")
+            return Bad(f"key {str(key)[:32]} must be a string, not {type(key).__name__}")
     result = dict(pairs)
     if len(result) < len(pairs):
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                return BadMap(f"key {key[:64]!r} appears twice")
+                return Bad(f"key {key[:64]!r} appears twice")
             seen.add(key)
     return result
 
 
-def _extension(code: int, payload: bytes) -> BlobRef:
+def _extension(code: int, payload: bytes) -> BlobRef | Bad:
     if code != ARRAY:
-        raise BadRequest(f"msgpack extension type {code} is unknown")
+        return Bad(f"msgpack extension type {code} is unknown")
     described = msgpack.unpackb(payload, raw=False, use_list=False)
     match described:
         case (int(index), str(dtype), tuple(shape)) if type(index) is int and all(type(n) is int for n in shape):
             return BlobRef(index, dtype, shape)
-    raise BadRequest("an array is described by [blob index, dtype, shape]")
+    return Bad("an array is described by [blob index, dtype, shape]")
 
 
 def bad_request(error: ValidationError, request_id: str = "") -> BadRequest:
@@ -198,7 +217,7 @@ def bad_request(error: ValidationError, request_id: str = "") -> BadRequest:
     below = first.get("ctx", {}).get("at", "")
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part[:64]}" for part in first["loc"]) + below
     given = first["input"]
-    if isinstance(given, BadMap):
+    if isinstance(given, Bad):
         message = given.why
     elif first["type"] == "extra_forbidden":
         message = "unknown field"

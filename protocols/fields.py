@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, StringConstraints, model_validator
 
-from protocols.base import ArraySpec, Many, Opaque, Value, limited, refuse
+from protocols.base import ArraySpec, Many, Opaque, Value, limited, readable, refuse
 
 PROTOCOL: Final = 1
 
@@ -31,6 +31,7 @@ Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 Positive = Annotated[int, Field(gt=0, lt=2**31)]
+Size = Annotated[int, Field(ge=0, lt=2**63)]
 Version = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 LogprobMode = Literal["processed", "temperature", "raw"]
@@ -241,12 +242,12 @@ class Failure(Value):
     `groups[3].sampling.top_p`. stage: where a trajectory failed (`reset`, `step`, `finish`, `generate`).
     """
 
-    code: str
-    message: str
+    code: Name
+    message: Annotated[str, Field(max_length=4096), readable(4096)]
     retryable: bool = False
     scope: Literal["request", "trajectory", "batch", "session", "worker"] = "request"
-    field: str | None = None
-    stage: str | None = None
+    field: Annotated[str, Field(max_length=1024), readable(1024)] | None = None
+    stage: Name | None = None
 
 
 class Turn(Value):
@@ -256,15 +257,15 @@ class Turn(Value):
     stop: the id (as a decimal string) or the string that ended it.
     """
 
-    index: int
-    start: int
-    length: int
+    index: Count
+    start: Count
+    length: Count
     finish_reason: TurnReason
     stop: str | None = None
-    prompt_len: int = 0
-    cached_tokens: int = 0
-    computed_tokens: int = 0
-    preemptions: int = 0
+    prompt_len: Count = 0
+    cached_tokens: Count = 0
+    computed_tokens: Count = 0
+    preemptions: Count = 0
     times: Times = Times()
     reward: Reward | None = None
 
@@ -301,7 +302,10 @@ class Segment(Value):
                 refuse(f"has {entries} entries for {length} token_ids", at)
         if not np.isfinite(self.logprobs).all():
             refuse("must be finite", ".logprobs")
-        sampled = int(np.count_nonzero(self.source == SOURCE_SAMPLED))
+        is_sampled = self.source == SOURCE_SAMPLED
+        if (self.loss_mask > is_sampled).any():
+            refuse("must be 0 or 1, and 0 where the token was not sampled", ".loss_mask")
+        sampled = int(np.count_nonzero(is_sampled))
         for at, runs in ((".weight_versions", self.weight_versions), (".kv_versions", self.kv_versions)):
             if runs.shape[1] != 2:
                 refuse(f"must be [k, 2], not {list(runs.shape)}", at)
@@ -317,7 +321,7 @@ class Segment(Value):
         if self.prompt_logprobs is not None and len(self.prompt_logprobs) > length:
             refuse(f"has {len(self.prompt_logprobs)} entries for {length} token_ids", ".prompt_logprobs")
         for i, turn in enumerate(self.turns):
-            if turn.start < 0 or turn.length < 0 or turn.start + turn.length > length:
+            if turn.start + turn.length > length:
                 refuse(f"lies outside of the segment's {length} tokens", f".turns[{i}]")
         return self
 
@@ -339,13 +343,13 @@ class Record(Value):
     trajectory_id: Name
     group_id: Name
     batch_id: Name
-    sample_index: int
+    sample_index: Annotated[int, Field(ge=0, lt=2**32)]
     status: Status
     finish_reason: TrajectoryReason
     segments: Annotated[Many[Segment], Field(min_length=1)]
     sampling: Sampling
     reward: Reward | None = None
-    rewards: dict[str, Reward] = Field(default_factory=dict)
+    rewards: dict[str, Reward] = Field(default_factory=dict, max_length=256)
     error: Failure | None = None
     truncation: Truncation | None = None
     times: Times = Times()
@@ -353,27 +357,41 @@ class Record(Value):
     metadata: Opaque = Field(default_factory=dict)
     purpose: Purpose = "train"
 
+    @model_validator(mode="after")
+    def _status_agrees(self) -> Self:
+        if self.status != STATUS_OF[self.finish_reason]:
+            refuse(f"is {self.status}, but {self.finish_reason} makes it {STATUS_OF[self.finish_reason]}", ".status")
+        if self.status == "failed":
+            if self.error is None:
+                refuse("is required of a failed trajectory", ".error")
+            for i, segment in enumerate(self.segments):
+                if segment.loss_mask.any():
+                    refuse("must be 0 throughout in a failed trajectory", f".segments[{i}].loss_mask")
+        return self
+
 
 class Limits(Value):
     """What the receiver accepts; sent in `welcome`. The sizes are bytes.
 
-    max_frame: one ZeroMQ frame. max_message: all frames of a message together. max_nesting: depth of the header.
-    chunk_bytes: larger blobs of a result travel in chunks of this size. window_bytes: results sent and not yet
-    acknowledged as received, per connection. result_bytes: records kept until acknowledged, all clients together.
+    max_frame: one ZeroMQ frame. max_message: all frames of a message. max_header: its first frame. max_blobs: its
+    further frames. max_nesting: depth of a `metadata` or `config`, itself counted. max_metadata: one of them as
+    msgpack. max_context: tokens of a trajectory, 0 where nothing is known.
+    chunk_bytes: a larger message is sent in chunks of this size. window_bytes: events sent and not yet acknowledged
+    as received, per connection. result_bytes: records kept until acknowledged, all clients together.
     """
 
-    max_frame: int = 256 * 2**20
-    max_message: int = 512 * 2**20
-    max_header: int = 16 * 2**20
-    max_nesting: int = 16
-    max_blobs: int = 65536
-    max_groups: int = 4096
-    max_trajectories: int = 65536
-    max_metadata: int = 64 * 2**10
-    max_context: int = 0
-    chunk_bytes: int = 2**20
-    window_bytes: int = 4 * 2**20
-    result_bytes: int = 2 * 2**30
+    max_frame: Size = 256 * 2**20
+    max_message: Size = 512 * 2**20
+    max_header: Size = 8 * 2**20
+    max_nesting: Size = 16
+    max_blobs: Size = 65536
+    max_groups: Size = 4096
+    max_trajectories: Size = 65536
+    max_metadata: Size = 64 * 2**10
+    max_context: Size = 0
+    chunk_bytes: Annotated[Size, Field(ge=64)] = 2**20
+    window_bytes: Size = 4 * 2**20
+    result_bytes: Size = 2 * 2**30
 
 
 class ModelInfo(Value):
@@ -381,7 +399,7 @@ class ModelInfo(Value):
 
     architecture: str
     dtype: str
-    vocab_size: int
-    max_context: int
-    eos_ids: Many[int] = ()
+    vocab_size: Positive
+    max_context: Positive
+    eos_ids: Many[TokenId] = ()
     tokenizer_hash: str | None = None

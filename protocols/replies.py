@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from protocols.base import Many, Value
+from protocols.base import Many, Value, refuse
 from protocols.fields import (
     PROTOCOL,
+    Count,
     Failure,
     Float32,
     Int32,
@@ -18,6 +19,7 @@ from protocols.fields import (
     ModelInfo,
     Name,
     Record,
+    Size,
     Status,
     Turn,
     UInt8,
@@ -56,8 +58,8 @@ class Accepted(ReplyMessage):
 
     type: Literal["accepted"] = "accepted"
     batch_id: Name
-    trajectories: int
-    known: int = 0
+    trajectories: Size
+    known: Size = 0
 
 
 class WeightsPrepared(ReplyMessage):
@@ -65,7 +67,7 @@ class WeightsPrepared(ReplyMessage):
     update_id: Name
     version: Version
     digest: str
-    bytes: int
+    bytes: Size
     load_s: float
 
 
@@ -83,7 +85,7 @@ class Ok(ReplyMessage):
     """detail: counts, such as how many of the ids of a `cancel` were still running."""
 
     type: Literal["ok"] = "ok"
-    detail: dict[str, int] = Field(default_factory=dict)
+    detail: dict[str, Size] = Field(default_factory=dict)
 
 
 class Scored(ReplyMessage):
@@ -103,10 +105,10 @@ class WorkerStatus(ReplyMessage):
     uptime_s: float
     weight_version: Version
     weight_digest: str
-    trajectories_running: int
-    trajectories_waiting: int
-    results_unacknowledged: int
-    sessions: int
+    trajectories_running: Size
+    trajectories_waiting: Size
+    results_unacknowledged: Size
+    sessions: Size
     engine: dict[str, float] = Field(default_factory=dict)
     wire: dict[str, float] = Field(default_factory=dict)
 
@@ -128,9 +130,16 @@ class TurnDone(ReplyMessage):
     type: Literal["turn_done"] = "turn_done"
     trajectory_id: Name
     turn: Turn
-    total_len: int
+    total_len: Count
     token_ids: Int32
     logprobs: Float32
+
+    @model_validator(mode="after")
+    def _lengths_agree(self) -> Self:
+        for name, array in (("token_ids", self.token_ids), ("logprobs", self.logprobs)):
+            if len(array) != self.turn.length:
+                refuse(f"has {len(array)} entries for a turn of {self.turn.length}", f".{name}")
+        return self
 
 
 class TrajectoryDone(ReplyMessage):
@@ -144,14 +153,14 @@ class GroupDone(ReplyMessage):
     type: Literal["group_done"] = "group_done"
     batch_id: Name
     group_id: Name
-    counts: dict[Status, int]
+    counts: dict[Status, Size]
     complete: bool
 
 
 class BatchDone(ReplyMessage):
     type: Literal["batch_done"] = "batch_done"
     batch_id: Name
-    counts: dict[Status, int]
+    counts: dict[Status, Size]
     wall_s: float
 
 
@@ -159,7 +168,7 @@ class WeightsProgress(ReplyMessage):
     type: Literal["weights_progress"] = "weights_progress"
     update_id: Name
     stage: Literal["reading", "checking", "draining", "copying"]
-    fraction: float
+    fraction: Annotated[float, Field(ge=0, le=1)]
 
 
 class Chunk(ReplyMessage):
@@ -170,8 +179,8 @@ class Chunk(ReplyMessage):
     """
 
     type: Literal["chunk"] = "chunk"
-    of: Annotated[int, Field(ge=0, lt=2**63)]
-    offset: Annotated[int, Field(ge=0, lt=2**63)]
+    of: Size
+    offset: Size
     data: Annotated[Many[UInt8], Field(min_length=1)]
     sizes: Int64 | None = None
 

@@ -17,6 +17,7 @@ from protocols.fields import (
     Reward,
     Sampling,
     Seconds,
+    Size,
     UInt8,
     Version,
 )
@@ -52,6 +53,8 @@ class SubmitBatch(RequestMessage):
 
     @model_validator(mode="after")
     def _ids_are_unique(self, info: ValidationInfo) -> Self:
+        if self.groups_needed is not None and self.groups_needed > len(self.groups):
+            refuse(f"is more than the {len(self.groups)} groups there are", ".groups_needed")
         groups: set[str] = set()
         trajectories: set[str] = set()
         count = 0
@@ -116,7 +119,7 @@ class Ack(RequestMessage):
 
     type: Literal["ack"] = "ack"
     trajectory_ids: Annotated[Many[Name], limited("max_trajectories")] = ()
-    received_bytes: Annotated[int, Field(ge=0)] = 0
+    received_bytes: Size = 0
 
 
 class PrepareWeightsRequest(RequestMessage):
