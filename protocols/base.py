@@ -17,7 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, GetCoreSchemaHandle
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 if TYPE_CHECKING:
-    from protocols.fields import Limits
+    from protocols.limits import Limits
 
 
 @dataclass(frozen=True, slots=True)

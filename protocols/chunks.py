@@ -14,7 +14,7 @@ import numpy as np
 
 from protocols.codec import Frame, decode_reply, encode
 from protocols.errors import BadRequest
-from protocols.fields import Limits
+from protocols.limits import Limits
 from protocols.replies import Chunk, Reply, is_event
 
 MAX_PIECES = 1024

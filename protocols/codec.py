@@ -18,9 +18,10 @@ from pydantic import ValidationError
 
 from protocols.base import Bad, BlobRef, Received, Value
 from protocols.errors import BadRequest
-from protocols.fields import PROTOCOL, Limits
+from protocols.limits import Limits
 from protocols.replies import Reply, ReplyMessage
 from protocols.requests import Request, RequestMessage
+from protocols.scalars import PROTOCOL
 
 ARRAY = 1
 """The one msgpack extension type of the protocol."""

@@ -10,11 +10,10 @@ RolloutError
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar
 
-from protocols.fields import Failure
-
-Scope = Literal["request", "trajectory", "batch", "session", "worker"]
+from protocols.records import Failure
+from protocols.scalars import Scope as Scope
 
 
 class RolloutError(Exception):

@@ -7,24 +7,9 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from protocols.base import Many, Value, refuse
-from protocols.fields import (
-    PROTOCOL,
-    Count,
-    Failure,
-    Float32,
-    Int32,
-    Int64,
-    Limits,
-    LogprobMode,
-    ModelInfo,
-    Name,
-    Record,
-    Size,
-    Status,
-    Turn,
-    UInt8,
-    Version,
-)
+from protocols.limits import Limits, ModelInfo
+from protocols.records import Failure, Record, Turn
+from protocols.scalars import PROTOCOL, Count, Float32, Int32, Int64, LogprobMode, Name, Size, Status, UInt8, Version
 
 
 class ReplyMessage(Value):

@@ -7,20 +7,8 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, ValidationInfo, model_validator
 
 from protocols.base import Many, Received, Value, limited, refuse
-from protocols.fields import (
-    PROTOCOL,
-    Count,
-    Group,
-    Int32,
-    Name,
-    Positive,
-    Reward,
-    Sampling,
-    Seconds,
-    Size,
-    UInt8,
-    Version,
-)
+from protocols.scalars import PROTOCOL, Count, Int32, Name, Positive, Reward, Seconds, Size, UInt8, Version
+from protocols.work import Group, Sampling
 
 
 class RequestMessage(Value):

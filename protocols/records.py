@@ -1,0 +1,176 @@
+"""What comes back: everything about one ended trajectory."""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from protocols.base import Many, Opaque, Value, readable, refuse
+from protocols.scalars import (
+    SOURCE_SAMPLED,
+    STATUS_OF,
+    Count,
+    Float32,
+    Float32Matrix,
+    Int32,
+    Int32Matrix,
+    Int64Matrix,
+    LogprobMode,
+    Name,
+    Purpose,
+    Reward,
+    Scope,
+    Status,
+    TrajectoryReason,
+    TurnReason,
+    UInt8,
+)
+from protocols.work import Sampling
+
+
+class Times(Value):
+    """Seconds by what was waited for; a trajectory's add up to its wall time in the worker."""
+
+    queue: float = 0.0
+    prefill: float = 0.0
+    decode: float = 0.0
+    preempted: float = 0.0
+    paused: float = 0.0
+    tool_wait: float = 0.0
+
+
+class Failure(Value):
+    """An error as data: in `error` replies and in the records of failed trajectories.
+
+    code: one of ERROR_CODES (errors.py). scope: what it costs. field: path of the offending field, such as
+    `groups[3].sampling.top_p`. stage: where a trajectory failed (`reset`, `step`, `finish`, `generate`).
+    """
+
+    code: Name
+    message: Annotated[str, Field(max_length=4096), readable(4096)]
+    retryable: bool = False
+    scope: Scope = "request"
+    field: Annotated[str, Field(max_length=1024), readable(1024)] | None = None
+    stage: Name | None = None
+
+
+class Turn(Value):
+    """One sampled turn: tokens [start, start + length) of its segment were sampled by it.
+
+    prompt_len tokens preceded it, of which cached_tokens came from the prefix cache and computed_tokens did not.
+    stop: the id (as a decimal string) or the string that ended it.
+    """
+
+    index: Count
+    start: Count
+    length: Count
+    finish_reason: TurnReason
+    stop: str | None = None
+    prompt_len: Count = 0
+    cached_tokens: Count = 0
+    computed_tokens: Count = 0
+    preemptions: Count = 0
+    times: Times = Times()
+    reward: Reward | None = None
+
+
+class Segment(Value):
+    """One append-only sequence of L tokens; unless history was rewritten a trajectory has exactly one.
+
+    token_ids int32[L]; source uint8[L] (SOURCE_*); logprobs float32[L], of the primary mode, 0.0 wherever the
+    source is not sampled; loss_mask uint8[L]. `logprobs[i]` scores `token_ids[i]` given `token_ids[:i]`.
+    weight_versions, kv_versions: int64[k, 2], runs of (version, count) over the sampled tokens in order.
+    more_logprobs: float32[L] of the further modes asked for. prompt_logprobs: float32[P] of the primary mode over
+    the first turn's prompt, entry 0 NaN. top_ids, top_logprobs: [S, k], one row per sampled token in order.
+    """
+
+    token_ids: Int32
+    source: UInt8
+    logprobs: Float32
+    loss_mask: UInt8
+    weight_versions: Int64Matrix
+    kv_versions: Int64Matrix
+    turns: Many[Turn]
+    more_logprobs: dict[LogprobMode, Float32] = Field(default_factory=dict)
+    prompt_logprobs: Float32 | None = None
+    top_ids: Int32Matrix | None = None
+    top_logprobs: Float32Matrix | None = None
+
+    @model_validator(mode="after")
+    def _lengths_agree(self) -> Self:
+        length = len(self.token_ids)
+        per_token = {".source": len(self.source), ".logprobs": len(self.logprobs), ".loss_mask": len(self.loss_mask)}
+        per_token |= {f".more_logprobs.{mode}": len(array) for mode, array in self.more_logprobs.items()}
+        for at, entries in per_token.items():
+            if entries != length:
+                refuse(f"has {entries} entries for {length} token_ids", at)
+        if not np.isfinite(self.logprobs).all():
+            refuse("must be finite", ".logprobs")
+        is_sampled = self.source == SOURCE_SAMPLED
+        if (self.loss_mask > is_sampled).any():
+            refuse("must be 0 or 1, and 0 where the token was not sampled", ".loss_mask")
+        sampled = int(np.count_nonzero(is_sampled))
+        for at, runs in ((".weight_versions", self.weight_versions), (".kv_versions", self.kv_versions)):
+            if runs.shape[1] != 2:
+                refuse(f"must be [k, 2], not {list(runs.shape)}", at)
+            if int(runs[:, 1].sum()) != sampled:
+                refuse(f"covers {int(runs[:, 1].sum())} of {sampled} sampled tokens", at)
+        if (self.top_ids is None) != (self.top_logprobs is None):
+            refuse("top_ids and top_logprobs come together", ".top_logprobs")
+        if self.top_ids is not None and self.top_logprobs is not None:
+            if self.top_ids.shape != self.top_logprobs.shape:
+                refuse(f"is {list(self.top_logprobs.shape)}, top_ids {list(self.top_ids.shape)}", ".top_logprobs")
+            if len(self.top_ids) != sampled:
+                refuse(f"has {len(self.top_ids)} rows for {sampled} sampled tokens", ".top_ids")
+        if self.prompt_logprobs is not None and len(self.prompt_logprobs) > length:
+            refuse(f"has {len(self.prompt_logprobs)} entries for {length} token_ids", ".prompt_logprobs")
+        for i, turn in enumerate(self.turns):
+            if turn.start + turn.length > length:
+                refuse(f"lies outside of the segment's {length} tokens", f".turns[{i}]")
+        return self
+
+
+class Truncation(Value):
+    """What ended a truncated trajectory early: the limit's name (a `Budget` field or `max_context`) and value."""
+
+    limit: str
+    value: float
+
+
+class Record(Value):
+    """Everything about one ended trajectory.
+
+    sampling: every effective value, the drawn seed included. rewards: named parts, when the environment gave
+    any. reward None means that nobody scored it, never 0.
+    """
+
+    trajectory_id: Name
+    group_id: Name
+    batch_id: Name
+    sample_index: Annotated[int, Field(ge=0, lt=2**32)]
+    status: Status
+    finish_reason: TrajectoryReason
+    segments: Annotated[Many[Segment], Field(min_length=1)]
+    sampling: Sampling
+    reward: Reward | None = None
+    rewards: dict[str, Reward] = Field(default_factory=dict, max_length=256)
+    error: Failure | None = None
+    truncation: Truncation | None = None
+    times: Times = Times()
+    wall_s: float = 0.0
+    metadata: Opaque = Field(default_factory=dict)
+    purpose: Purpose = "train"
+
+    @model_validator(mode="after")
+    def _status_agrees(self) -> Self:
+        if self.status != STATUS_OF[self.finish_reason]:
+            refuse(f"is {self.status}, but {self.finish_reason} makes it {STATUS_OF[self.finish_reason]}", ".status")
+        if self.status == "failed":
+            if self.error is None:
+                refuse("is required of a failed trajectory", ".error")
+            for i, segment in enumerate(self.segments):
+                if segment.loss_mask.any():
+                    refuse("must be 0 throughout in a failed trajectory", f".segments[{i}].loss_mask")
+        return self
