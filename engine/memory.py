@@ -1,0 +1,92 @@
+"""The one place that takes device memory, and the plan of who took how much.
+
+Everything that lives as long as the worker (arena, staging, KV pool, step buffers) is taken here at start-up, so
+that what fits at start fits for ever; only the temporaries of a step come from torch's allocator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.config import BLOCK_SIZE
+from engine.errors import OutOfMemory
+from engine.model_config import ModelConfig
+
+ALIGNMENT = 256
+"""Bytes; every buffer and every parameter starts at a multiple of this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    tag: str
+    nbytes: int
+    device: str
+
+
+class Memory:
+    """Hands out flat byte buffers on one device, or on the host, and remembers them by tag."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.allocations: list[Allocation] = []
+
+    def allocate(self, nbytes: int, tag: str, *, host: bool = False) -> torch.Tensor:
+        """uint8[nbytes], 256-byte aligned, contents undefined. host: on the CPU, whatever the device.
+
+        Raises `OutOfMemory` with the plan so far when the device refuses.
+        """
+        device = torch.device("cpu") if host else self.device
+        try:
+            raw = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device=device)
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            raise OutOfMemory(f"{tag}: no {nbytes:,} bytes on {device}; so far:\n{self.table()}", field=tag) from error
+        self.allocations.append(Allocation(tag, nbytes, device.type))
+        if device.type == "meta":  # no addresses there
+            return raw[:nbytes]
+        start = -raw.data_ptr() % ALIGNMENT
+        return raw[start : start + nbytes]
+
+    def table(self) -> str:
+        """The plan, one allocation a line and the sum of each device."""
+        devices = dict.fromkeys(item.device for item in self.allocations)
+        sums = [
+            Allocation("total", sum(item.nbytes for item in self.allocations if item.device == device), device)
+            for device in devices
+        ]
+        lines = [f"{item.device:5} {item.tag:24} {item.nbytes / 1e6:12,.1f} MB" for item in self.allocations + sums]
+        return "\n".join(lines)
+
+
+def kv_bytes_per_block(config: ModelConfig, itemsize: int) -> int:
+    """Bytes of one block of `BLOCK_SIZE` tokens: K and V of every layer."""
+    return 2 * config.num_layers * BLOCK_SIZE * config.num_kv_heads * config.head_dim * itemsize
+
+
+def kv_blocks_in(budget: int, config: ModelConfig, itemsize: int) -> int:
+    """How many blocks fit in `budget` bytes, the dummy block included. At least 2, else `OutOfMemory`."""
+    blocks = budget // kv_bytes_per_block(config, itemsize)
+    if blocks < 2:
+        raise OutOfMemory(
+            f"a KV pool of {budget:,} bytes holds {blocks} blocks of {kv_bytes_per_block(config, itemsize):,} bytes; "
+            "at least 2 are needed",
+            field="kv_bytes",
+        )
+    return blocks
+
+
+class KVPool:
+    """K and V of every layer in blocks of 16 tokens: [blocks, 16, kv_heads, head_dim] each. Block 0 is the dummy."""
+
+    def __init__(self, config: ModelConfig, num_blocks: int, dtype: torch.dtype, memory: Memory) -> None:
+        if num_blocks < 2:
+            raise OutOfMemory(
+                f"a KV pool of {num_blocks} blocks is too small: block 0 is the dummy", field="num_blocks"
+            )
+        flat = memory.allocate(num_blocks * kv_bytes_per_block(config, dtype.itemsize), "kv pool").view(dtype)
+        shape = (config.num_layers, 2, num_blocks, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+        self.num_blocks = num_blocks
+        self.data = flat.view(shape)
+        self.keys = tuple(layer[0] for layer in self.data)
+        self.values = tuple(layer[1] for layer in self.data)

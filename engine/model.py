@@ -1,0 +1,96 @@
+"""The decoder as plain functions: Qwen3, and Qwen2 and Llama by flags. Order of the code is order of the events.
+
+A step is a function of (weights, KV pool, input); nothing is kept between steps but the pool.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from engine.arena import Arena
+from engine.attention.torch_paged import AttentionStep
+from engine.memory import KVPool
+from engine.model_config import ModelConfig
+from engine.ops import Ops
+from engine.rope import rope_table
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Views into the arena. Fused rows: qkv is [q, k, v], gate_up is [gate, up], qk_norm is [2, head_dim]."""
+
+    input_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    qk_norm: Tensor | None
+    o: Tensor
+    o_bias: Tensor | None
+    post_norm: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """Everything a forward pass needs beside its input and the KV pool. rope: fp32[positions, 2, head_dim]."""
+
+    config: ModelConfig
+    ops: Ops
+    embedding: Tensor
+    layers: tuple[Layer, ...]
+    norm: Tensor
+    head: Tensor
+    rope: Tensor
+
+
+def build_model(config: ModelConfig, arena: Arena, ops: Ops, positions: int) -> Model:
+    """A model over an arena, for sequences of up to `positions` tokens."""
+    found = arena.parameters
+    layers = tuple(
+        Layer(**{field: found.get(f"layers.{i}.{field}") for field in Layer.__slots__})  # type: ignore[arg-type]
+        for i in range(config.num_layers)
+    )
+    return Model(
+        config=config,
+        ops=ops,
+        embedding=found["embedding"],
+        layers=layers,
+        norm=found["norm"],
+        head=found["embedding"] if config.tied else found["head"],
+        rope=rope_table(config, positions, arena.flat.device),
+    )
+
+
+def forward(
+    model: Model, ids: Tensor, positions: Tensor, write_slots: Tensor, attention: AttentionStep, kv: KVPool
+) -> tuple[Tensor, Tensor]:
+    """All layers over T tokens (int64[T] each): writes their KV and returns (x, residual), dtype[T, hidden] each,
+    whose sum is the input of the final norm."""
+    ops, eps = model.ops, model.config.rms_norm_eps
+    rope = model.rope.index_select(0, positions)
+    residual = ops.embedding(ids, model.embedding)
+    x = ops.rms_norm(residual, model.layers[0].input_norm, eps)
+    for i, layer in enumerate(model.layers):
+        if i > 0:
+            x = ops.add_rms_norm(x, residual, layer.input_norm, eps)
+        qkv = ops.linear(x, layer.qkv, layer.qkv_bias)
+        q = ops.qk_norm_rope_write(qkv, layer.qk_norm, eps, rope, write_slots, kv.keys[i], kv.values[i])
+        x = attention.attend(q, kv.keys[i], kv.values[i])
+        x = ops.linear(x, layer.o, layer.o_bias)
+        x = ops.add_rms_norm(x, residual, layer.post_norm, eps)
+        x = ops.silu_mul(ops.linear(x, layer.gate_up, layer.gate_up_bias))
+        x = ops.linear(x, layer.down, layer.down_bias)
+    return x, residual
+
+
+def head(model: Model, x: Tensor, residual: Tensor, rows: Tensor | None = None) -> Tensor:
+    """Logits fp32[rows, vocab] of chosen tokens, gathered before the final norm; None is all of them, and then
+    `residual` is used up."""
+    if rows is not None:
+        x, residual = x.index_select(0, rows), residual.index_select(0, rows)
+    x = model.ops.add_rms_norm(x, residual, model.norm, model.config.rms_norm_eps)
+    return model.ops.head_fp32(x, model.head)

@@ -1,0 +1,168 @@
+"""A `StepPlan` packed for the device: one buffer, one copy, every array of the step a view into it.
+
+A step's buffer is written again only after its result was waited for, so the host may run ahead of the device
+without either reading what the other writes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.config import BLOCK_SIZE
+from engine.memory import Memory
+from engine.request import IntArray
+from engine.step import SlotStart, StepPlan
+
+_INT64: np.dtype[np.int64] = np.dtype(np.int64)
+_INT32: np.dtype[np.int32] = np.dtype(np.int32)
+FIELDS: dict[str, np.dtype[np.int64] | np.dtype[np.int32]] = {
+    "token_ids": _INT64,
+    "positions": _INT64,
+    "write_slots": _INT64,
+    "slots": _INT64,
+    "kv_lens": _INT32,
+    "block_indptr": _INT32,
+    "block_ids": _INT32,
+    "sample_tokens": _INT64,
+    "sample_slots": _INT64,
+}
+"""The device's arrays in the order in which they lie in the buffer, each from a multiple of 16 bytes."""
+
+_ALIGNMENT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One prefill row: its queries are [start, start + length) of the step's tokens and follow `context` cached
+    tokens; its KV blocks begin at `first_block` of `block_ids`."""
+
+    start: int
+    length: int
+    context: int
+    first_block: int
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Prompt-logprob work: the step's tokens [start, start + len(targets)) of one slot, at absolute positions from
+    `position` on, are each followed by a target (int32, -1 for none)."""
+
+    start: int
+    slot: int
+    position: int
+    targets: IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """One step, ready to run. R rows, T tokens, decode rows first; S rows sample.
+
+    On the host: counts; shortest_decode and longest_decode, of kv_lens over the decode rows; chunks and scores in row
+    order; host_sample_slots int32[S]; host_sample_positions int32[S], absolute, of the token to be sampled.
+    On the device: token_ids int64[T - num_decode], of the prefill rows; positions int64[T]; write_slots int64[T],
+    block * 16 + offset of each token's KV; slots int64[R]; kv_lens int32[R], queries included; block_indptr
+    int32[R + 1] and block_ids int32[N]; sample_tokens int64[S], index of a sampling row's last query among the T
+    tokens; sample_slots int64[S].
+    """
+
+    num_decode: int
+    num_tokens: int
+    shortest_decode: int
+    longest_decode: int
+    chunks: tuple[Chunk, ...]
+    scores: tuple[Score, ...]
+    starts: tuple[SlotStart, ...]
+    host_sample_slots: IntArray
+    host_sample_positions: IntArray
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    write_slots: torch.Tensor
+    slots: torch.Tensor
+    kv_lens: torch.Tensor
+    block_indptr: torch.Tensor
+    block_ids: torch.Tensor
+    sample_tokens: torch.Tensor
+    sample_slots: torch.Tensor
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.host_sample_slots)
+
+
+class StepBuffer:
+    """Memory for one step's input: `host` is written, then copied to `device` (the same memory on the CPU)."""
+
+    def __init__(self, max_rows: int, max_tokens: int, max_blocks: int, memory: Memory) -> None:
+        """max_blocks: entries of a step's block table, max_rows times the blocks of the longest request."""
+        most = dict.fromkeys(("token_ids", "positions", "write_slots"), max_tokens)
+        most |= {"block_indptr": max_rows + 1, "block_ids": max_blocks}
+        capacity = sum(_padded(most.get(name, max_rows) * dtype.itemsize) for name, dtype in FIELDS.items())
+        self._host = memory.allocate(capacity, "step input", host=True)
+        on_host = memory.device.type == "cpu"
+        self._device = self._host if on_host else memory.allocate(capacity, "step input")
+
+    def pack(self, plan: StepPlan) -> StepInput:
+        """Write a plan into the buffer. The result reads this memory until the buffer is packed again."""
+        decodes = plan.num_decode
+        ends = np.cumsum(plan.query_lens, dtype=np.int64)
+        begins = ends - plan.query_lens
+        row = np.repeat(np.arange(plan.num_rows), plan.query_lens)
+        positions = np.arange(plan.num_tokens) + (plan.context_lens - begins)[row]
+        blocks = plan.block_ids[plan.block_indptr[row] + positions // BLOCK_SIZE].astype(np.int64)
+        kv_lens = plan.context_lens + plan.query_lens
+        sampling = np.flatnonzero(plan.samples)
+        views = self._write(
+            token_ids=plan.token_ids,
+            positions=positions,
+            write_slots=blocks * BLOCK_SIZE + positions % BLOCK_SIZE,
+            slots=plan.slots,
+            kv_lens=kv_lens,
+            block_indptr=plan.block_indptr,
+            block_ids=plan.block_ids,
+            sample_tokens=ends[sampling] - 1,
+            sample_slots=plan.slots[sampling],
+        )
+        return StepInput(
+            num_decode=decodes,
+            num_tokens=plan.num_tokens,
+            shortest_decode=int(kv_lens[:decodes].min()) if decodes else 0,
+            longest_decode=int(kv_lens[:decodes].max()) if decodes else 0,
+            chunks=tuple(
+                Chunk(int(begins[r]), int(plan.query_lens[r]), int(plan.context_lens[r]), int(plan.block_indptr[r]))
+                for r in range(decodes, plan.num_rows)
+            ),
+            scores=tuple(
+                Score(int(begins[s.row]), int(plan.slots[s.row]), int(plan.context_lens[s.row]), s.targets)
+                for s in plan.scores
+            ),
+            starts=plan.starts,
+            host_sample_slots=plan.slots[sampling],
+            host_sample_positions=kv_lens[sampling].astype(np.int32),
+            **views,
+        )
+
+    def _write(self, **arrays: npt.NDArray[np.integer]) -> dict[str, torch.Tensor]:
+        """Lay the arrays one after the other, copy them over together, and return the device's views."""
+        host = self._host.numpy()
+        spans, end = {}, 0
+        for name, dtype in FIELDS.items():
+            start, stop = end, end + len(arrays[name]) * dtype.itemsize
+            end = start + _padded(stop - start)
+            if end > len(host):
+                raise ValueError(f"the plan is too large for its buffer: {name} ends at byte {end} of {len(host)}")
+            host[start:stop].view(dtype)[:] = arrays[name]
+            spans[name] = (start, stop)
+        if self._device is not self._host:
+            self._device[:end].copy_(self._host[:end], non_blocking=True)
+        kinds = {8: torch.int64, 4: torch.int32}
+        return {
+            name: self._device[start:stop].view(kinds[FIELDS[name].itemsize]) for name, (start, stop) in spans.items()
+        }
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
