@@ -1,21 +1,80 @@
-"""What is sampled from, as arithmetic on float32 rows of logits [N, V]; see docs/sampling.md.
+"""What is sampled from: a row of parameters on the host, and arithmetic on float32 rows of logits [N, V].
 
-Order: allowed ids and logit bias, penalties, (z - max) / T, top-k, top-p, min-p, normalise. Every function treats
-its rows independently, takes one value a row for each parameter, and marks a dropped id with -inf.
+Order (docs/sampling.md): allowed ids and logit bias, penalties, (z - max) / T, top-k, top-p, min-p, normalise. Every
+function treats its rows independently, takes one value a row for each parameter, and marks a dropped id with -inf.
 Nothing here depends on a value on the device: no boolean indexing, no growing tensors.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine import noise
 from engine.penalties import ANYWHERE, SAMPLED
+from engine.request import LOGPROB_MODES, LogprobMode, SamplingParams
 
 NEVER = float("-inf")
+PROCESSED, TEMPERATURE, RAW = range(len(LOGPROB_MODES))
+
+ROW = np.dtype(
+    [
+        ("greedy", np.bool_),
+        ("temperature", np.float32),
+        ("top_k", np.int64),
+        ("top_p", np.float64),
+        ("min_p", np.float32),
+        ("repetition", np.float32),
+        ("presence", np.float32),
+        ("frequency", np.float32),
+        ("penalised", np.bool_),
+        ("offset", np.bool_),
+        ("raw", np.bool_),
+        ("top", np.int64),
+        ("primary", np.int64),
+        ("key", np.int64, noise.KEY_WORDS - 1),
+    ]
+)
+"""One slot's law. A greedy row has temperature 1 and no filter. top_k 0 is off. penalised, offset: the slot has counts,
+a row of `offset`. raw: it wants a T = 1 normaliser beside its own. top, primary: how many alternatives, in which mode.
+key: the noise key without the position."""
+
+_FLOAT32 = np.finfo(np.float32)
+_KEY_OFF = (0,) * (noise.KEY_WORDS - 1)
+NEUTRAL = np.array((False, 1, 0, 1, 0, 1, 0, 0, False, False, False, 0, PROCESSED, _KEY_OFF), ROW)
 
 
-def offset(row: Tensor, allowed_ids: Tensor | None, bias_ids: Tensor, bias: Tensor) -> None:
+def row(params: SamplingParams, modes: tuple[LogprobMode, ...], top: int, vocab_size: int) -> npt.NDArray[Any]:
+    """A `ROW`: the law of a request that wants `modes` (the first is primary) and `top` alternatives."""
+    out = NEUTRAL.copy()
+    primary = LOGPROB_MODES.index(modes[0])
+    if params.temperature == 0:
+        out["greedy"] = True
+        primary = TEMPERATURE if primary == PROCESSED else primary
+    else:
+        # What float32 would round to 0 or to infinity would divide 0 by 0, or -inf (not allowed) by infinity.
+        out["temperature"] = min(max(params.temperature, _FLOAT32.tiny), _FLOAT32.max)
+        out["top_k"] = params.top_k if params.top_k < vocab_size else 0
+        out["top_p"] = params.top_p
+        out["min_p"] = params.min_p
+    if params.has_penalties:
+        out["penalised"] = True
+        out["repetition"] = params.repetition_penalty
+        out["presence"] = params.presence_penalty
+        out["frequency"] = params.frequency_penalty
+    out["offset"] = params.allowed_ids is not None or len(params.logit_bias) > 0
+    out["raw"] = "raw" in modes and out["temperature"] != 1
+    out["primary"] = TEMPERATURE if primary == RAW and not out["raw"] else primary
+    out["top"] = min(top, vocab_size)
+    out["key"] = [word & 0xFFFFFFFF for word in (params.seed, params.seed >> 32, params.sample_index, params.segment)]
+    return out
+
+
+def fill_offset(row: Tensor, allowed_ids: Tensor | None, bias_ids: Tensor, bias: Tensor) -> None:
     """Fill float32[V] with what is added to the logits: the bias, and -inf outside the allowed ids."""
     row.fill_(0.0 if allowed_ids is None else NEVER)
     if allowed_ids is not None:

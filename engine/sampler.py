@@ -20,30 +20,6 @@ from engine.penalties import Penalties, SlotRows
 from engine.request import LOGPROB_MODES, IntArray
 from engine.step import EMPTY_SUPPORT, NONFINITE, SlotStart
 
-PROCESSED, TEMPERATURE, RAW = range(len(LOGPROB_MODES))
-
-_SLOT = np.dtype(
-    [
-        ("greedy", np.bool_),
-        ("temperature", np.float32),
-        ("top_k", np.int64),
-        ("top_p", np.float64),
-        ("min_p", np.float32),
-        ("repetition", np.float32),
-        ("presence", np.float32),
-        ("frequency", np.float32),
-        ("penalised", np.bool_),
-        ("offset", np.bool_),
-        ("raw", np.bool_),
-        ("top", np.int64),
-        ("primary", np.int64),
-        ("key", np.int64, noise.KEY_WORDS - 1),
-    ]
-)
-"""A slot's law on the host. `raw`: a T = 1 normaliser of its own is wanted; `primary`: the mode of alternatives."""
-
-_NEUTRAL = (False, 1.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, False, False, False, 0, PROCESSED, (0,) * (noise.KEY_WORDS - 1))
-
 _SCORE_SLICE = 1 << 22
 """Logits scored at a time: bounds the temporaries of `score` (a few times 16 MiB)."""
 
@@ -89,42 +65,22 @@ class Sampler:
     def __init__(self, vocab_size: int, num_slots: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self._slots = np.full(num_slots, np.array(_NEUTRAL, _SLOT))
+        self._slots = np.full(num_slots, law.NEUTRAL)
         self._penalties = Penalties(vocab_size, num_slots, device)
         self._offsets = SlotRows((vocab_size,), torch.float32, num_slots, device)
 
     def start(self, start: SlotStart) -> None:
         """Give the slot a request's law and noise key and rebuild its counts; before the step that `start` is of."""
         params, slot = start.params, start.slot
-        greedy = params.temperature == 0
-        entry = self._slots[slot : slot + 1]
-        entry[:] = np.array(_NEUTRAL, _SLOT)
-        entry["greedy"] = greedy
-        # Tiny but not 0 in float32; greedy rows are scored at T = 1.
-        entry["temperature"] = 1.0 if greedy else max(params.temperature, float(np.finfo(np.float32).tiny))
-        if not greedy:
-            entry["top_k"] = params.top_k if params.top_k < self._vocab_size else 0
-            entry["top_p"] = params.top_p
-            entry["min_p"] = params.min_p
-        entry["repetition"] = params.repetition_penalty
-        entry["presence"] = params.presence_penalty
-        entry["frequency"] = params.frequency_penalty
-        entry["penalised"] = params.has_penalties
-        entry["offset"] = params.allowed_ids is not None or len(params.logit_bias) > 0
-        entry["raw"] = "raw" in start.logprob_modes and entry["temperature"][0] != 1.0
-        entry["top"] = min(start.top_logprobs, self._vocab_size)
-        primary = LOGPROB_MODES.index(start.logprob_modes[0])
-        entry["primary"] = TEMPERATURE if greedy and primary == PROCESSED else primary
-        words = (params.seed, params.seed >> 32, params.sample_index, params.segment)
-        entry["key"] = [word & 0xFFFFFFFF for word in words]
-
-        if params.has_penalties:
+        row = law.row(params, start.logprob_modes, start.top_logprobs, self._vocab_size)
+        self._slots[slot] = row
+        if row["penalised"]:
             self._penalties.start(slot, start.token_ids, start.sampled)
         else:
             self._penalties.stop(slot)
-        if entry["offset"][0]:
+        if row["offset"]:
             allowed, bias = params.allowed_ids, params.logit_bias
-            law.offset(
+            law.fill_offset(
                 self._offsets.take(slot),
                 None if allowed is None else self._upload(np.array(allowed, np.int64)),
                 self._upload(np.array(list(bias), np.int64)),
@@ -162,8 +118,8 @@ class Sampler:
 
         logits: float32[q, V], of the queries at absolute positions [start, start + q). targets: int32[q], the id after
         each; penalties see the ids up to and with the query, of the sequence the slot started with.
-        NaN where the target is -1, and where the row is not finite or has no support. An id outside the support of
-        the law scores -inf under `processed`. The work is sliced, so that memory does not grow with q.
+        NaN where the target is -1, where the row is not finite or has no support, and for `raw` as in `Sampled`. An id
+        outside the support of the law scores -inf under `processed`. Sliced: memory does not grow with q.
         """
         out = torch.full((len(LOGPROB_MODES), len(targets)), float("nan"), device=self._device)
         step = max(1, _SCORE_SLICE // self._vocab_size)
@@ -183,46 +139,47 @@ class Sampler:
         self, logits: Tensor, slots: IntArray, rows: npt.NDArray[Any], counts: Tensor | None
     ) -> _Distributions:
         """counts: int32[P, 2, V] of the penalised rows."""
+        temperature = self._column(rows, "temperature")
         smallest, largest = logits.aminmax(dim=-1)
         finite = smallest.isfinite() & largest.isfinite()  # aminmax hands on a NaN
-        plain = law.scale(logits, largest, self._column(rows, "temperature"))
+        flags = torch.where(finite, 0, NONFINITE).to(torch.uint8)
+        plain = law.scale(logits, largest, temperature)
         plain_normaliser = law.log_normaliser(plain)
 
-        chosen, chosen_normaliser, empty = plain, plain_normaliser, torch.zeros_like(finite)
-        special = np.flatnonzero(
-            rows["penalised"] | rows["offset"] | (rows["top_k"] > 0) | (rows["top_p"] < 1) | (rows["min_p"] > 0)
-        )
+        chosen, chosen_normaliser = plain, plain_normaliser
+        filtered = (rows["top_k"] > 0) | (rows["top_p"] < 1) | (rows["min_p"] > 0)
+        special = np.flatnonzero(rows["penalised"] | rows["offset"] | filtered)
         if len(special):
             index = self._upload(special)
-            edited, special_empty = self._edited(logits.index_select(0, index), slots[special], rows[special], counts)
-            filtered = self._filtered(edited, rows[special])
-            chosen = plain.index_copy(0, index, filtered)
-            chosen_normaliser = plain_normaliser.index_copy(0, index, law.log_normaliser(filtered))
-            empty = empty.index_copy(0, index, special_empty)
+            edited = self._edited(logits.index_select(0, index), slots[special], rows[special], counts)
+            top = edited.amax(-1)
+            usable = top.isfinite()
+            weights = law.scale(edited, top.masked_fill(~usable, 0.0), temperature.index_select(0, index))
+            weights = self._filtered(weights, rows[special])
+            chosen = plain.index_copy(0, index, weights)
+            chosen_normaliser = plain_normaliser.index_copy(0, index, law.log_normaliser(weights))
+            faults = torch.where(usable, 0, torch.where(top == law.NEVER, EMPTY_SUPPORT, NONFINITE)).to(torch.uint8)
+            known = flags.index_select(0, index)
+            flags = flags.index_copy(0, index, torch.where(known == 0, faults, known))
 
         raw, raw_normaliser, raw_rows = plain, plain_normaliser, np.flatnonzero(rows["raw"])
         if len(raw_rows):
             index = self._upload(raw_rows)
             raw = logits.index_select(0, index) - largest.index_select(0, index)[:, None]
             raw_normaliser = law.log_normaliser(raw)
-        flags = torch.where(finite, torch.where(empty, EMPTY_SUPPORT, 0), NONFINITE).to(torch.uint8)
         return _Distributions(plain, plain_normaliser, chosen, chosen_normaliser, raw, raw_normaliser, raw_rows, flags)
 
-    def _edited(
-        self, logits: Tensor, slots: IntArray, rows: npt.NDArray[Any], counts: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Log-weights of the special rows before any filter, bool[N] where no id is left."""
+    def _edited(self, logits: Tensor, slots: IntArray, rows: npt.NDArray[Any], counts: Tensor | None) -> Tensor:
+        """The logits after allowed ids, bias and penalties."""
         offset = np.flatnonzero(rows["offset"])
         if len(offset):
             taken = self._offsets.table.index_select(0, self._upload(self._offsets.rows(slots[offset])))
             logits = self._add(logits, offset, taken)
-        if counts is not None:
-            of = rows[rows["penalised"]]
-            columns = [self._column(of, name) for name in ("repetition", "presence", "frequency")]
-            logits = self._on(logits, rows["penalised"], lambda some: law.penalise(some, counts, *columns))
-        largest = logits.amax(-1)
-        empty = largest == law.NEVER
-        return law.scale(logits, largest.masked_fill(empty, 0.0), self._column(rows, "temperature")), empty
+        if counts is None:
+            return logits
+        of = rows[rows["penalised"]]
+        columns = [self._column(of, name) for name in ("repetition", "presence", "frequency")]
+        return self._on(logits, rows["penalised"], lambda some: law.penalise(some, counts, *columns))
 
     def _filtered(self, scaled: Tensor, rows: npt.NDArray[Any]) -> Tensor:
         top_k, top_p, min_p = rows["top_k"], rows["top_p"], rows["min_p"]
@@ -263,14 +220,13 @@ class Sampler:
         top_logprobs = torch.full((len(rows), count), float("nan"), device=self._device)
         wide_raw = np.zeros(len(rows), np.int64)
         wide_raw[laws.raw_rows] = np.arange(len(laws.raw_rows))
-        primary = np.where((rows["primary"] == RAW) & ~rows["raw"], TEMPERATURE, rows["primary"])
         sources = {
-            PROCESSED: (laws.chosen, laws.chosen_normaliser, np.arange(len(rows))),
-            TEMPERATURE: (laws.plain, laws.plain_normaliser, np.arange(len(rows))),
-            RAW: (laws.raw, laws.raw_normaliser, wide_raw),
+            law.PROCESSED: (laws.chosen, laws.chosen_normaliser, np.arange(len(rows))),
+            law.TEMPERATURE: (laws.plain, laws.plain_normaliser, np.arange(len(rows))),
+            law.RAW: (laws.raw, laws.raw_normaliser, wide_raw),
         }
         for mode, (table, normaliser, place) in sources.items():
-            asked = np.flatnonzero((primary == mode) & (rows["top"] > 0))
+            asked = np.flatnonzero((rows["primary"] == mode) & (rows["top"] > 0))
             if len(asked):
                 index = self._upload(place[asked])
                 ids, values = law.best(table.index_select(0, index), count)
