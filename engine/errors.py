@@ -3,7 +3,8 @@
 EngineError
 ├── RequestError          one request is refused; nobody else is touched
 │   ├── PromptTooLong
-│   └── RequestTooLarge   it cannot fit in the whole KV pool, even alone
+│   ├── RequestTooLarge   it cannot fit in the whole KV pool, even alone
+│   └── DuplicateRequest  a live request has this id
 ├── NumericalError        a row of logits was not finite, or its support was empty
 ├── WeightsError          a checkpoint is refused; the old weights serve on
 │   ├── WeightsInvalid    a wrong name, shape, dtype, value or checksum
@@ -38,6 +39,10 @@ class PromptTooLong(RequestError):
 
 class RequestTooLarge(RequestError):
     code = "bad_request"
+
+
+class DuplicateRequest(RequestError):
+    code = "duplicate"
 
 
 class NumericalError(EngineError):

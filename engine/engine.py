@@ -1,0 +1,335 @@
+"""The loop: launch step N+1, then finish step N.
+
+    CPU  | plan N+1 | launch N+1 | finish N: wait, append, stop checks, frees | plan N+2 ...
+    GPU  | ---------- step N ---------- | ---------- step N+1 ---------- |
+
+The token sampled at N feeds N+1 on the device; the host learns it one step late. So a request that stops at N may
+already have a row in N+1: that row's result is dropped, told by the stay in the slot and not by the slot.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from engine.check import check_request
+from engine.config import EngineConfig
+from engine.errors import DuplicateRequest
+from engine.handle import EngineStats
+from engine.request import BoolArray, Completion, Failure, FinishReason, IntArray, Request
+from engine.scheduler import OutOfBlocks, Scheduled, Scheduler
+from engine.sequence import PausableClock, Phase, PhaseTimes
+from engine.sequence import Sequence as Live
+from engine.step import EMPTY_SUPPORT, NONFINITE, Runner, StepOutput, Ticket
+from engine.stop import StopIds, StringMatcher
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    scheduled: Scheduled
+    ticket: Ticket
+
+
+@dataclass(slots=True)
+class Totals:
+    """The counters of `EngineStats`."""
+
+    steps_total: int = 0
+    sampled_tokens_total: int = 0
+    prompt_tokens_total: int = 0
+    computed_prompt_tokens_total: int = 0
+    cached_prompt_tokens_total: int = 0
+    preemptions_total: int = 0
+    bubbles_total: int = 0
+    wasted_rows_total: int = 0
+    nonfinite_total: int = 0
+
+
+class Engine:
+    """Requests in, completions out; synchronous, and owned by one thread.
+
+    token_bytes: the bytes of each id, for stop strings; None refuses those. weight_version: what serves at start.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        config: EngineConfig,
+        token_bytes: Sequence[bytes] | None = None,
+        *,
+        weight_version: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.weight_version = weight_version
+        self.paused = False
+        self._runner = runner
+        self._config = config
+        self._token_bytes = token_bytes
+        self._clock = clock
+        self._pauses = PausableClock()
+        self._scheduler = Scheduler(config, runner.num_blocks)
+        self._stop_ids = StopIds(runner.vocab_size)
+        self._live: dict[str, Live] = {}
+        self._flights: deque[Flight] = deque()
+        self._ended: list[Completion] = []
+        self._arrivals = 0
+        self._totals = Totals()
+
+    @property
+    def has_work(self) -> bool:
+        """Would `step` do anything now?"""
+        return bool(self._ended or self._flights) or (not self.paused and self._scheduler.has_work)
+
+    @property
+    def has_started(self) -> bool:
+        """Is there a request that has held a slot and has not ended?"""
+        return any(sequence.started for sequence in self._live.values())
+
+    def live_requests(self) -> list[Request]:
+        return [sequence.request for sequence in self._live.values()]
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises `RequestError` naming the field; then nothing was queued."""
+        if request.id in self._live:
+            raise DuplicateRequest(f"request {request.id!r} is still running", field="id")
+        usable = self._scheduler.pool.num_usable
+        check_request(request, self._config, self._runner.vocab_size, usable, self._token_bytes is not None)
+        now = self._clock()
+        sequence = Live(request, self._arrivals, self._config.max_context, PhaseTimes(now, self._pauses.paused(now)))
+        if request.stop.strings:
+            assert self._token_bytes is not None
+            sequence.matcher = StringMatcher(request.stop.strings, self._token_bytes)
+        self._arrivals += 1
+        self._live[request.id] = sequence
+        self._scheduler.add(sequence)
+
+    def abort(self, request_id: str, reason: FinishReason) -> None:
+        """End a request with what it has; one that is unknown or has ended is left alone."""
+        sequence = self._live.get(request_id)
+        if sequence is not None:
+            self._end(sequence, reason)
+
+    def abort_started(self, reason: FinishReason) -> None:
+        """End every request that has held a slot, with all tokens of the steps already launched."""
+        self.drain()
+        for sequence in [s for s in self._live.values() if s.started]:
+            self._end(sequence, reason)
+
+    def step(self) -> list[Completion]:
+        """Launch the next step, then finish the one before it. Returns what has ended since the last call."""
+        launched = not self.paused and self._launch()
+        while len(self._flights) > (1 if launched and self._config.overlap else 0):
+            self._finish(self._flights.popleft())
+        return self.take_ended()
+
+    def take_ended(self) -> list[Completion]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def drain(self) -> None:
+        """Finish every launched step; what ended comes with the next `step`."""
+        while self._flights:
+            self._finish(self._flights.popleft())
+
+    def pause(self) -> None:
+        """Launch no further step until `resume`; requests stay, and may be added and aborted."""
+        self.drain()
+        self.paused = True
+        self._pauses.pause(self._clock())
+
+    def resume(self) -> None:
+        self.paused = False
+        self._pauses.resume(self._clock())
+
+    def hold(self) -> None:
+        """Start no request that has not started yet; preempted ones may come back."""
+        self._scheduler.admit_new = False
+
+    def release(self) -> None:
+        self._scheduler.admit_new = True
+
+    def commit(self, apply: Callable[[], None], version: int) -> float:
+        """Empty the pipe and let `apply` replace the weights in place; `version` serves from the next step on.
+
+        Returns the seconds in which no step ran. When `apply` raises, the old version goes on serving.
+        """
+        self.drain()
+        start = self._clock()
+        self._pauses.pause(start)
+        try:
+            apply()
+            for sequence in self._live.values():
+                self._close_version_run(sequence)
+            self._scheduler.begin_epoch()
+            self.weight_version = version
+        finally:
+            end = self._clock()
+            if not self.paused:
+                self._pauses.resume(end)
+        return end - start
+
+    def stats(self) -> EngineStats:
+        pool, table = self._scheduler.pool, self._scheduler.table
+        return EngineStats(
+            running=table.num_running,
+            waiting=self._scheduler.num_waiting,
+            blocks_total=pool.num_usable,
+            blocks_used=pool.num_used,
+            weight_version=self.weight_version,
+            paused=self.paused,
+            **asdict(self._totals),
+        )
+
+    def _launch(self) -> bool:
+        try:
+            scheduled = self._scheduler.plan(self._totals.steps_total)
+        except OutOfBlocks:
+            if self._flights:
+                self._totals.bubbles_total += 1
+                self.drain()
+            scheduled = self._plan_with_preemption()
+        if scheduled is None:
+            return False
+        for sequence in scheduled.admitted:
+            self._start(sequence)
+        self._flights.append(Flight(scheduled, self._runner.launch(scheduled.plan)))
+        self._totals.steps_total += 1
+        self._totals.computed_prompt_tokens_total += sum(chunk.num_prompt for chunk in scheduled.chunks)
+        return True
+
+    def _plan_with_preemption(self) -> Scheduled | None:
+        while True:
+            try:
+                return self._scheduler.plan(self._totals.steps_total)
+            except OutOfBlocks:
+                self._preempt(self._scheduler.newest_running())
+
+    def _preempt(self, sequence: Live) -> None:
+        assert sequence.slot is not None
+        self._totals.preemptions_total += 1
+        self._stop_ids.remove(sequence.slot)
+        self._scheduler.preempt(sequence)
+        self._enter_phase(sequence, "preempted")
+
+    def _start(self, sequence: Live) -> None:
+        assert sequence.slot is not None
+        assert sequence.cached_tokens is not None
+        if not sequence.preemptions:
+            self._totals.prompt_tokens_total += sequence.prompt_len
+            self._totals.cached_prompt_tokens_total += sequence.cached_tokens
+        sequence.version = self.weight_version
+        self._stop_ids.add(sequence.slot, sequence.request.stop.ids)
+        self._enter_phase(sequence, "prefill")
+
+    def _finish(self, flight: Flight) -> None:
+        """Read the results of a launched step: append tokens, publish blocks, end what is over."""
+        output, scheduled = flight.ticket.wait(), flight.scheduled
+        plan, table = scheduled.plan, self._scheduler.table
+        self._scheduler.step_done(plan.step)
+        live = table.stint[plan.slots] == scheduled.stints
+        self._totals.wasted_rows_total += len(live) - int(live.sum())
+        computed = plan.context_lens + plan.query_lens
+
+        rows = np.flatnonzero(plan.samples)
+        flags = np.zeros(len(live), np.uint8)
+        flags[rows] = output.flags
+        flags[self._take_scores(scheduled, output, live)] = NONFINITE
+        failed = live & (flags != 0)
+        good = live & ~failed
+
+        slots, positions = plan.slots[rows], computed[rows]
+        kept = np.flatnonzero(good[rows]).astype(np.int32)
+        table.record(slots[kept], positions[kept], output.token_ids[kept], output.logprobs[:, kept])
+        self._totals.sampled_tokens_total += len(kept)
+        self._scheduler.publish(plan.slots[good], computed[good])
+        self._append_alternatives(output, slots, kept)
+
+        for row in np.flatnonzero(failed).tolist():
+            self._fail(self._owner(plan.slots[row]), int(flags[row]))
+        for row, chunk in enumerate(scheduled.chunks, plan.num_decode):
+            if chunk.last and good[row]:
+                self._prefill_done(chunk.sequence)
+        self._end_complete(slots[kept], positions[kept], output.token_ids[kept])
+
+    def _end_complete(self, slots: IntArray, positions: IntArray, token_ids: IntArray) -> None:
+        """End the rows whose new token is a stop id, completes a stop string, or is the last of the budget."""
+        table = self._scheduler.table
+        at_stop_id = self._stop_ids.hits(slots, token_ids)
+        over = at_stop_id | (positions == table.last_position[slots])
+        strings: dict[int, bytes] = {}
+        for i in np.flatnonzero(table.has_strings[slots]).tolist():
+            matcher = self._owner(slots[i]).matcher
+            assert matcher is not None
+            match = matcher.push(int(token_ids[i]))
+            if match is not None:
+                strings[i] = match
+                over[i] = True
+        for i in np.flatnonzero(over).tolist():
+            sequence = self._owner(slots[i])
+            if at_stop_id[i]:
+                self._end(sequence, "stop", stop=int(token_ids[i]))
+            elif i in strings:
+                self._end(sequence, "stop", stop=strings[i])
+            else:
+                self._end(sequence, "context_overflow" if sequence.overflow else "length")
+
+    def _append_alternatives(self, output: StepOutput, slots: IntArray, kept: IntArray) -> None:
+        for i in kept[self._scheduler.table.has_top[slots[kept]]].tolist():
+            sequence = self._owner(slots[i])
+            assert output.top_ids is not None
+            assert output.top_logprobs is not None
+            k = sequence.request.top_logprobs
+            sequence.top.append((output.top_ids[i, :k].copy(), output.top_logprobs[i, :k].copy()))
+
+    def _take_scores(self, scheduled: Scheduled, output: StepOutput, live: BoolArray) -> list[int]:
+        """Keep the prompt logprobs of live rows; returns the rows where one that was asked for is NaN."""
+        bad = []
+        for wanted, scores in zip(scheduled.plan.scores, output.scores, strict=True):
+            chunk = scheduled.chunks[wanted.row - scheduled.plan.num_decode]
+            if live[wanted.row] and not chunk.sequence.add_scores(chunk.start, scores):
+                bad.append(wanted.row)
+        return bad
+
+    def _prefill_done(self, sequence: Live) -> None:
+        self._scheduler.prefill_done(sequence)
+        self._enter_phase(sequence, "decode")
+        if sequence.budget == 0:
+            self._end(sequence, "length")
+
+    def _owner(self, slot: np.int32) -> Live:
+        sequence = self._scheduler.table.sequences[slot]
+        assert sequence is not None
+        return sequence
+
+    def _fail(self, sequence: Live, flags: int) -> None:
+        self._totals.nonfinite_total += 1
+        what = "no id was left to sample from" if flags & EMPTY_SUPPORT else "the logits were not finite"
+        self._end(sequence, "error", error=Failure("numerical_error", what))
+
+    def _end(
+        self, sequence: Live, reason: FinishReason, *, stop: int | bytes | None = None, error: Failure | None = None
+    ) -> None:
+        """The one way out: leave slot and queues, and say how it ended."""
+        self._close_version_run(sequence)
+        if sequence.slot is not None:
+            self._stop_ids.remove(sequence.slot)
+        elif not sequence.started:
+            sequence.version = self.weight_version
+        self._scheduler.remove(sequence, trusted=error is None)
+        del self._live[sequence.request.id]
+        now = self._clock()
+        times = sequence.times.end(now, self._pauses.paused(now))
+        self._ended.append(sequence.completion(reason, times, stop=stop, error=error))
+
+    def _close_version_run(self, sequence: Live) -> None:
+        table, slot = self._scheduler.table, sequence.slot
+        known = len(sequence.ids) if slot is None else int(table.known[slot])
+        sequence.close_version_run(self.weight_version, known - sequence.prompt_len)
+
+    def _enter_phase(self, sequence: Live, phase: Phase) -> None:
+        now = self._clock()
+        sequence.times.enter(phase, now, self._pauses.paused(now))

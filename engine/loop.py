@@ -1,0 +1,146 @@
+"""Commands in, reports out, around an engine: the same in a thread and in a process of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Final
+
+import numpy as np
+
+from engine.engine import Engine
+from engine.errors import RequestError
+from engine.handle import (
+    Abort,
+    Command,
+    CommitWeights,
+    DiscardWeights,
+    Pause,
+    PrepareWeights,
+    Report,
+    Resume,
+    Submit,
+    WeightsFailed,
+    WeightsReport,
+)
+from engine.reload import PrepareEnded, WeightUpdates
+from engine.request import Completion, Failure, Request
+from engine.step import WeightStore
+
+
+class Close:
+    """The last thing put into an inbox."""
+
+
+Inbox = SimpleQueue[Command | PrepareEnded | Close]
+
+REPORT_EVERY: Final = 0.25
+"""Seconds after which a running engine reports its gauges even if nothing ended."""
+
+
+class EngineLoop:
+    """Runs an engine until `Close`: takes every command that has come, makes one step, reports once at most.
+
+    deliver: gets each `Report`, on the thread of `run`. An exception in the loop is reported as `died`; from then on
+    every request and update is answered with an error.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        weights: WeightStore,
+        inbox: Inbox,
+        deliver: Callable[[Report], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine = engine
+        self._updates = WeightUpdates(engine, weights, inbox.put, clock)
+        self._inbox = inbox
+        self._deliver = deliver
+        self._clock = clock
+        self._completions: list[Completion] = []
+        self._reported_at = clock()
+
+    def run(self) -> None:
+        try:
+            while self._take_commands():
+                self._updates.advance()
+                self._completions += self._engine.step()
+                self._report()
+        except Exception as error:
+            self._die(Failure("engine_dead", f"{type(error).__name__}: {error}"))
+        self._updates.close()
+
+    def _take_commands(self) -> bool:
+        """Handle all that has come; block while there is nothing to do. False: close."""
+        try:
+            item = self._inbox.get(timeout=self._wait())
+            while not isinstance(item, Close):
+                self._handle(item)
+                item = self._inbox.get_nowait()
+        except Empty:
+            return True
+        return False
+
+    def _wait(self) -> float | None:
+        if self._engine.has_work:
+            return 0.0
+        deadline = self._updates.deadline
+        return None if deadline is None else max(0.0, deadline - self._clock())
+
+    def _handle(self, item: Command | PrepareEnded) -> None:
+        match item:
+            case Submit(requests):
+                for request in requests:
+                    self._add(request)
+            case Abort(request_ids, reason):
+                for request_id in request_ids:
+                    self._engine.abort(request_id, reason)
+            case PrepareWeights():
+                self._updates.prepare(item)
+            case PrepareEnded():
+                self._updates.prepare_ended(item)
+            case CommitWeights():
+                self._updates.commit(item)
+            case DiscardWeights():
+                self._updates.discard(item)
+            case Pause():
+                self._engine.pause()
+            case Resume():
+                self._engine.resume()
+
+    def _add(self, request: Request) -> None:
+        try:
+            self._engine.add(request)
+        except RequestError as error:
+            self._completions.append(refusal(request, Failure(error.code, error.message, error.field)))
+
+    def _report(self) -> None:
+        weights, completions, now = self._updates.take_reports(), self._completions, self._clock()
+        if completions or weights or now - self._reported_at >= REPORT_EVERY:
+            self._completions, self._reported_at = [], now
+            self._deliver(Report(tuple(completions), tuple(weights), self._engine.stats()))
+
+    def _die(self, failure: Failure) -> None:
+        """Answer for everything that was promised, then for whatever still comes, until `Close`."""
+        ended = self._completions + self._engine.take_ended()
+        ended += [refusal(request, failure) for request in self._engine.live_requests()]
+        self._deliver(Report(tuple(ended), tuple(self._updates.take_reports()), self._engine.stats(), failure))
+        while not isinstance(item := self._inbox.get(), Close):
+            completions: tuple[Completion, ...] = ()
+            weights: tuple[WeightsReport, ...] = ()
+            match item:
+                case Submit(requests):
+                    completions = tuple(refusal(request, failure) for request in requests)
+                case PrepareWeights(update_id) | CommitWeights(update_id):
+                    weights = (WeightsFailed(update_id, failure),)
+            if completions or weights:
+                self._deliver(Report(completions, weights, self._engine.stats(), failure))
+
+
+def refusal(request: Request, failure: Failure) -> Completion:
+    """The end of a request that the engine did not take, or will not finish."""
+    empty = np.empty(0, np.float32)
+    logprobs = dict.fromkeys(request.logprob_modes, empty)
+    return Completion(request.id, "error", np.empty(0, np.int32), logprobs, error=failure)

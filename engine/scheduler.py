@@ -1,0 +1,292 @@
+"""Policy: which rows the next step has. Decode rows first, then prefill chunks in one token budget.
+
+Waiting requests are ordered by the start of their trajectory, then by arrival. A request is admitted when a slot and
+blocks for all its known ids are free, with one block to spare for every running row. A running row that finds no
+block ends in a preemption: the newest running trajectory gives everything back and waits again, by its order.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.block_pool import BlockPool
+from engine.config import BLOCK_SIZE, EngineConfig
+from engine.request import IntArray
+from engine.sequence import Sequence
+from engine.slots import Int64Array, SlotTable
+from engine.step import ScoreChunk, SlotStart, StepPlan
+
+
+class OutOfBlocks(Exception):
+    """The running rows need more blocks than are free; nothing was changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A prefill row: `size` known ids of a sequence from position `start` on; `last`: up to its end."""
+
+    sequence: Sequence
+    slot: int
+    start: int
+    size: int
+    last: bool
+
+    @property
+    def num_prompt(self) -> int:
+        """How many of its ids are prompt ids (the rest was sampled before a preemption)."""
+        return max(0, min(self.start + self.size, self.sequence.prompt_len) - self.start)
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """A plan with what is needed to read its results. stints: int64[R], `SlotTable.stint` of each row."""
+
+    plan: StepPlan
+    stints: Int64Array
+    admitted: tuple[Sequence, ...]
+    chunks: tuple[Chunk, ...]
+
+
+class Scheduler:
+    def __init__(self, config: EngineConfig, num_blocks: int) -> None:
+        """num_blocks counts the dummy block 0."""
+        self.pool = BlockPool(num_blocks)
+        self.table = SlotTable(config)
+        self.epoch = 0
+        self.admit_new = True
+        self._config = config
+        self._waiting: list[Sequence] = []
+        self._prefilling: list[Sequence] = []
+        self._leaders: dict[str, Sequence] = {}
+        self._held: dict[str, list[Sequence]] = {}
+        self._deferred: deque[tuple[int, list[int]]] = deque()
+        self._done_step = -1
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting) + sum(map(len, self._held.values()))
+
+    @property
+    def has_work(self) -> bool:
+        """Could `plan` give a step, now or once launched steps are finished?"""
+        if self.table.num_running:
+            return True
+        return bool(self._waiting) and (self.admit_new or any(s.started for s in self._waiting))
+
+    def add(self, sequence: Sequence) -> None:
+        insort(self._waiting, sequence, key=_key)
+
+    def remove(self, sequence: Sequence, *, trusted: bool = True) -> None:
+        """Forget a sequence wherever it is. trusted: its KV may be hit by others."""
+        if sequence.slot is not None:
+            self._vacate(sequence, trusted)
+        elif not self._remove_from(self._waiting, sequence):
+            self._remove_from(self._held[sequence.request.group], sequence)
+
+    def begin_epoch(self) -> None:
+        """New weights serve: nothing published before is hit again, and nothing computed before is published."""
+        self.epoch += 1
+        for leader in list(self._leaders.values()):
+            self._stop_leading(leader)
+
+    def newest_running(self) -> Sequence:
+        return max(self.table.running(), key=_key)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take everything back from a running sequence; it waits again, by its order, with what it sampled."""
+        self._vacate(sequence, trusted=True)
+        sequence.preempted()
+        self.add(sequence)
+
+    def plan(self, step: int) -> Scheduled | None:
+        """The next step, or None when no row can run. Raises OutOfBlocks before anything is changed."""
+        decode = self.table.decoding()
+        short = self.table.short_of_block(decode)
+        if len(short) > self.pool.num_free:
+            raise OutOfBlocks
+        if len(short):
+            self.table.append_blocks(short, self.pool.allocate(len(short)))
+        budget = self._config.max_step_tokens - len(decode)
+        chunks = []
+        for sequence in self._prefilling:
+            if budget == 0:
+                break
+            chunks.append(self._chunk(sequence, budget))
+            budget -= chunks[-1].size
+        admitted = []
+        while budget > 0 and (started := self._admit()) is not None:
+            admitted.append(started)
+            chunks.append(self._chunk(started, budget))
+            budget -= chunks[-1].size
+        if not chunks and not len(decode):
+            return None
+        for chunk in chunks:
+            if chunk.last:
+                self._remove_from(self._prefilling, chunk.sequence)
+        return self._build(step, decode, tuple(admitted), tuple(chunks))
+
+    def step_done(self, step: int) -> None:
+        """Launched steps up to `step` no longer touch any block."""
+        self._done_step = step
+        while self._deferred and self._deferred[0][0] <= step:
+            self.pool.release(self._deferred.popleft()[1])
+
+    def publish(self, slots: IntArray, computed: IntArray) -> None:
+        """Offer the whole blocks of finished rows, `computed` positions of each, to the prefix cache."""
+        if not self._config.prefix_cache:
+            return
+        table, full = self.table, computed // BLOCK_SIZE
+        for i in np.flatnonzero(full > table.hashed[slots]).tolist():
+            slot, end = int(slots[i]), int(full[i])
+            first = int(table.hashed[slot])
+            table.hashed[slot] = end
+            sequence = table.sequences[slot]
+            assert sequence is not None
+            if sequence.epoch == self.epoch:
+                keys = sequence.block_keys(first, end, table.ids[slot], self.epoch)
+                for block, key in zip(table.blocks[slot, first:end].tolist(), keys, strict=True):
+                    self.pool.publish(block, key)
+
+    def prefill_done(self, sequence: Sequence) -> None:
+        """Its last chunk is finished and published: siblings that waited for it may go."""
+        self._stop_leading(sequence)
+
+    def _admit(self) -> Sequence | None:
+        """Give a slot and blocks to the first waiting sequence that may start; None when it does not fit."""
+        at = 0
+        while self.table.num_free and at < len(self._waiting):
+            sequence = self._waiting[at]
+            if not self.admit_new and not sequence.started:
+                at += 1
+                continue
+            hits = self._hits(sequence)
+            if self._gains_by_waiting(sequence, len(hits)):
+                insort(self._held.setdefault(sequence.request.group, []), self._waiting.pop(at), key=_key)
+                continue
+            fresh = -(-len(sequence.ids) // BLOCK_SIZE) - len(hits)
+            spare = self.table.num_running
+            if fresh + self.pool.num_unheld(hits) + spare > self.pool.num_free:
+                return None
+            del self._waiting[at]
+            self.pool.acquire(hits)
+            self.table.enter(sequence, hits + self.pool.allocate(fresh), len(hits))
+            sequence.epoch = self.epoch
+            if sequence.cached_tokens is None:
+                sequence.cached_tokens = len(hits) * BLOCK_SIZE
+            insort(self._prefilling, sequence, key=_key)
+            if sequence.request.group and self._config.prefix_cache:
+                self._leaders.setdefault(sequence.request.group, sequence)
+            return sequence
+        return None
+
+    def _hits(self, sequence: Sequence) -> list[int]:
+        """Blocks of its longest cached prefix; the last id is always computed anew."""
+        if not self._config.prefix_cache or sequence.to_score:
+            return []
+        whole = (len(sequence.ids) - 1) // BLOCK_SIZE
+        return self.pool.find(sequence.block_keys(0, whole, sequence.ids, self.epoch))
+
+    def _gains_by_waiting(self, sequence: Sequence, num_hits: int) -> bool:
+        """Is the first block that it misses one that a sibling is about to publish?"""
+        leader = self._leaders.get(sequence.request.group)
+        if leader is None or leader.epoch != self.epoch or sequence.to_score:
+            return False
+        shared = min((len(sequence.ids) - 1) // BLOCK_SIZE, len(leader.ids) // BLOCK_SIZE)
+        if num_hits >= shared:
+            return False
+        mine, theirs = (s.block_keys(num_hits, num_hits + 1, s.ids, self.epoch) for s in (sequence, leader))
+        return mine == theirs
+
+    def _chunk(self, sequence: Sequence, budget: int) -> Chunk:
+        slot = sequence.slot
+        assert slot is not None
+        start = int(self.table.computed[slot])
+        size = min(len(sequence.ids) - start, budget)
+        return Chunk(sequence, slot, start, size, start + size == len(sequence.ids))
+
+    def _build(
+        self, step: int, decode: IntArray, admitted: tuple[Sequence, ...], chunks: tuple[Chunk, ...]
+    ) -> Scheduled:
+        table = self.table
+        slots, token_ids = decode, np.empty(0, np.int32)
+        query_lens = np.ones(len(decode) + len(chunks), np.int32)
+        samples = np.ones(len(query_lens), np.bool_)
+        if chunks:
+            slots = np.concatenate((decode, np.array([c.slot for c in chunks], np.int32)))
+            query_lens[len(decode) :] = [c.size for c in chunks]
+            samples[len(decode) :] = [c.last and c.sequence.budget > 0 for c in chunks]
+            token_ids = np.concatenate([c.sequence.ids[c.start : c.start + c.size] for c in chunks])
+        context_lens = table.computed[slots]
+        computed = context_lens + query_lens
+        block_indptr, block_ids = table.gather_blocks(slots, computed)
+        table.computed[slots] = computed
+        table.last_step[slots] = step
+        plan = StepPlan(
+            step=step,
+            starts=tuple(map(_slot_start, admitted)),
+            slots=slots,
+            num_decode=len(decode),
+            context_lens=context_lens,
+            query_lens=query_lens,
+            token_ids=token_ids,
+            block_indptr=block_indptr,
+            block_ids=block_ids,
+            samples=samples,
+            scores=tuple(
+                ScoreChunk(row, _targets(chunk))
+                for row, chunk in enumerate(chunks, len(decode))
+                if chunk.sequence.to_score
+            ),
+        )
+        return Scheduled(plan, table.stint[slots], admitted, chunks)
+
+    def _vacate(self, sequence: Sequence, trusted: bool) -> None:
+        """Empty its slot; its blocks are free once the last step that has its row is done."""
+        last_step = int(self.table.last_step[sequence.slot])
+        blocks = self.table.leave(sequence)
+        if not trusted:
+            self.pool.withdraw(blocks)
+        if last_step > self._done_step:
+            self._deferred.append((last_step, blocks))
+        else:
+            self.pool.release(blocks)
+        self._remove_from(self._prefilling, sequence)
+        self._stop_leading(sequence)
+
+    def _stop_leading(self, sequence: Sequence) -> None:
+        group = sequence.request.group
+        if self._leaders.get(group) is sequence:
+            del self._leaders[group]
+            for sibling in self._held.pop(group, ()):
+                self.add(sibling)
+
+    @staticmethod
+    def _remove_from(ordered: list[Sequence], sequence: Sequence) -> bool:
+        at = bisect_left(ordered, sequence.key, key=_key)
+        found = at < len(ordered) and ordered[at] is sequence
+        if found:
+            del ordered[at]
+        return found
+
+
+def _key(sequence: Sequence) -> tuple[int, int]:
+    return sequence.key
+
+
+def _slot_start(sequence: Sequence) -> SlotStart:
+    request, slot = sequence.request, sequence.slot
+    assert slot is not None
+    return SlotStart(
+        slot, request.params, sequence.ids, sequence.sampled_mask(), request.logprob_modes, request.top_logprobs
+    )
+
+
+def _targets(chunk: Chunk) -> IntArray:
+    """The prompt ids after each query of a chunk; -1 past the prompt's end."""
+    prompt = chunk.sequence.request.token_ids
+    following = prompt[chunk.start + 1 : chunk.start + chunk.size + 1]
+    return np.concatenate((following, np.full(chunk.size - len(following), -1, np.int32)))

@@ -1,0 +1,60 @@
+"""When sampled tokens end a request: stop ids for all rows at once, stop strings for the rows that have them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.request import BoolArray, IntArray
+
+
+class StopIds:
+    """The stop ids of all slots as one sorted array of `slot * vocab_size + id`."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._keys: npt.NDArray[np.int64] = np.empty(0, np.int64)
+
+    def add(self, slot: int, ids: Iterable[int]) -> None:
+        """Set the ids of an empty slot; all lie in [0, vocab_size)."""
+        own = np.sort(np.fromiter(ids, np.int64)) + slot * self._vocab_size
+        at = int(np.searchsorted(self._keys, slot * self._vocab_size))
+        self._keys = np.concatenate((self._keys[:at], own, self._keys[at:]))
+
+    def remove(self, slot: int) -> None:
+        first, last = np.searchsorted(self._keys, (slot * self._vocab_size, (slot + 1) * self._vocab_size))
+        if first < last:
+            self._keys = np.concatenate((self._keys[:first], self._keys[last:]))
+
+    def hits(self, slots: IntArray, token_ids: IntArray) -> BoolArray:
+        """bool[n]: is token_ids[i] a stop id of slots[i]?"""
+        if not len(self._keys):
+            return np.zeros(len(slots), np.bool_)
+        wanted = slots.astype(np.int64) * self._vocab_size + token_ids
+        at = np.searchsorted(self._keys, wanted)
+        hits: BoolArray = self._keys.take(at, mode="clip") == wanted
+        return hits
+
+
+class StringMatcher:
+    """Finds the first stop string completed by the bytes of one request's sampled tokens.
+
+    Keeps the last bytes that could begin a match, so that a match may span any number of tokens.
+    """
+
+    def __init__(self, strings: tuple[bytes, ...], token_bytes: Sequence[bytes]) -> None:
+        """token_bytes: the bytes of each id; ids past its end (padding of the head) have none."""
+        self._strings = strings
+        self._token_bytes = token_bytes
+        self._keep = max(map(len, strings)) - 1
+        self._tail = b""
+
+    def push(self, token_id: int) -> bytes | None:
+        """The string that this token completes; of several, the one whose last byte comes first."""
+        piece = self._token_bytes[token_id] if token_id < len(self._token_bytes) else b""
+        window = self._tail + piece
+        ends = [(at + len(s), i) for i, s in enumerate(self._strings) if (at := window.find(s)) >= 0]
+        self._tail = window[-self._keep :] if self._keep else b""
+        return self._strings[min(ends)[1]] if ends else None

@@ -1,0 +1,266 @@
+"""A `Runner` without a model: the next token is a formula of the KV it reads through the block table.
+
+KV of a position is a running hash of all ids before it and of the weights, so that a wrong block, a missing write, a
+stale read, a write into somebody else's block, or a reuse too early changes tokens or raises. The pool starts as
+poison, and blocks that become free without a name are poisoned again.
+
+lazy=True is the other end of what a device may do: a step runs only when it is waited for, in order, and reads its
+plan and `last_token` then; the buffers of a result are overwritten before the next step runs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+
+from engine.block_pool import BlockPool
+from engine.config import BLOCK_SIZE
+from engine.errors import WeightsError
+from engine.request import SamplingParams
+from engine.step import EMPTY_SUPPORT, NONFINITE, SlotStart, StepOutput, StepPlan, WeightsInfo
+
+POISON = np.int64(-0x7E57_7E57_7E57)
+Script = Callable[[SamplingParams, int], int | None]
+
+
+def mix(*values: int | np.ndarray) -> np.ndarray:
+    """A 64-bit hash of integers, elementwise, wrapping."""
+    with np.errstate(over="ignore"):
+        state = np.uint64(0x9E3779B97F4A7C15)
+        for value in values:
+            state = (state ^ np.asarray(value).astype(np.uint64)) * np.uint64(0xBF58476D1CE4E5B9)
+            state = (state ^ (state >> np.uint64(29))) * np.uint64(0x94D049BB133111EB)
+            state = state ^ (state >> np.uint64(32))
+    return state.astype(np.int64)
+
+
+def kv_of(token_ids: np.ndarray, start: int, before: np.int64, weights: int) -> np.ndarray:
+    """int64[n]: KV of ids at positions [start, start + n), given the KV of the position before."""
+    return before + np.cumsum(mix(token_ids, np.arange(start, start + len(token_ids)), weights))
+
+
+@dataclass
+class SlotState:
+    """What the device keeps per slot. counts: a hash of the ids that penalties see."""
+
+    start: SlotStart
+    counts: int
+
+
+class FakeRunner:
+    """See the module's text.
+
+    script: (params, position) -> id to be sampled for that position, or None for the formula.
+    bad_id, empty_id: rows whose context holds it are flagged NONFINITE, EMPTY_SUPPORT.
+    weights: stands for the weights; part of all KV and tokens.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        vocab_size: int = 512,
+        num_slots: int = 64,
+        lazy: bool = False,
+        script: Script = lambda _params, _position: None,
+        bad_id: int = -1,
+        empty_id: int = -1,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.vocab_size = vocab_size
+        self.lazy = lazy
+        self.script = script
+        self.weights = 0
+        self.kv = np.full((num_blocks, BLOCK_SIZE), POISON)
+        self.flags = np.zeros((num_blocks, BLOCK_SIZE), np.uint8)
+        self.last_token = np.full(num_slots, -1, np.int64)
+        self.plans: list[StepPlan] = []
+        self.max_in_flight = 0
+        self._special = {bad_id: NONFINITE, empty_id: EMPTY_SUPPORT}
+        self._slots: dict[int, SlotState] = {}
+        self._pending: deque[FakeTicket] = deque()
+        self._pool: BlockPool | None = None
+        self._results: list[StepOutput] = []
+
+    def watch(self, pool: BlockPool) -> None:
+        """From now on raise when a step touches a block that nobody holds, or writes one that is shared or named."""
+        self._pool = pool
+
+    def launch(self, plan: StepPlan) -> FakeTicket:
+        ticket = FakeTicket(self, plan)
+        self.plans.append(plan)
+        self._check(plan)
+        self._pending.append(ticket)
+        self.max_in_flight = max(self.max_in_flight, len(self._pending))
+        if not self.lazy:
+            ticket.result = self._run(plan)
+        return ticket
+
+    def finish(self, ticket: FakeTicket) -> StepOutput:
+        assert self._pending.popleft() is ticket, "waited for out of launch order, or twice"
+        self._check(ticket.plan)
+        for name, value in ticket.frozen.items():
+            assert np.array_equal(getattr(ticket.plan, name), value), f"plan.{name} was written after its launch"
+        return self._run(ticket.plan) if self.lazy else ticket.result
+
+    def _check(self, plan: StepPlan) -> None:
+        """The plan's own rules, and those of the blocks it names, while it is in flight."""
+        rows = plan.num_rows
+        assert rows > 0
+        assert len(set(plan.slots.tolist())) == rows, "a slot has two rows"
+        assert (plan.query_lens[: plan.num_decode] == 1).all()
+        assert int(plan.query_lens[plan.num_decode :].sum()) == len(plan.token_ids)
+        covered = -(-(plan.context_lens + plan.query_lens) // BLOCK_SIZE)
+        assert np.array_equal(np.diff(plan.block_indptr), covered)
+        written: list[int] = []
+        for row in range(rows):
+            blocks = plan.block_ids[plan.block_indptr[row] : plan.block_indptr[row + 1]].tolist()
+            written += blocks[plan.context_lens[row] // BLOCK_SIZE :]
+            assert 0 not in blocks, "the dummy block was handed out"
+            if self._pool is not None:
+                assert all(self._pool.references(b) for b in blocks), "a block of a step in flight is free"
+        assert len(set(written)) == len(written), "two rows write one block"
+        if self._pool is not None:
+            for block in written:
+                assert self._pool.references(block) == 1, f"a step writes the shared block {block}"
+                assert self._pool.key(block) is None, f"a step writes the published block {block}"
+
+    def _run(self, plan: StepPlan) -> StepOutput:
+        self._poison()
+        for start in plan.starts:
+            sampled = start.token_ids[start.sampled]
+            counts = int(mix(start.token_ids, 1).sum() + mix(sampled, 2).sum())
+            self._slots[start.slot] = SlotState(start, counts)
+        sampling: list[tuple[int, int, int, np.float32, np.ndarray | None, np.ndarray | None]] = []
+        scores, wanted = [], {score.row: score for score in plan.scores}
+        ends = np.cumsum(plan.query_lens[plan.num_decode :])
+        for row in range(plan.num_rows):
+            slot = int(plan.slots[row])
+            if row < plan.num_decode:
+                ids = self.last_token[slot : slot + 1]
+            else:
+                end = int(ends[row - plan.num_decode])
+                ids = plan.token_ids[end - plan.query_lens[row] : end].astype(np.int64)
+            seen, flags = self._forward(plan, row, ids)
+            if row in wanted:
+                targets = wanted[row].targets
+                each = np.array([self._logprob(int(h), int(t)) for h, t in zip(seen, targets, strict=True)], np.float32)
+                each[targets < 0] = np.nan
+                scores.append(np.stack((each, each - 1, each - 2)))
+            if plan.samples[row]:
+                sampling.append((row, *self._sample(slot, int(seen[-1]), int(flags[-1]), plan, row)))
+        return self._output(sampling, scores)
+
+    def _forward(self, plan: StepPlan, row: int, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Write the row's KV, then read all of its context: int64[q], what each query position saw; its flags."""
+        blocks = plan.block_ids[plan.block_indptr[row] : plan.block_indptr[row + 1]]
+        context = int(plan.context_lens[row])
+        assert ids.min() >= 0, "a token that was never sampled is read"
+        positions = np.arange(context, context + len(ids))
+        kv, flags = self.kv[blocks].ravel(), self.flags[blocks].ravel()
+        before = kv[context - 1] if context else np.int64(0)
+        kv[positions] = kv_of(ids, context, before, self.weights)
+        special = np.array([self._special.get(int(i), 0) for i in ids], np.uint8)
+        flags[positions] = np.bitwise_or.accumulate(special) | (flags[context - 1] if context else np.uint8(0))
+        self.kv[blocks[positions // BLOCK_SIZE], positions % BLOCK_SIZE] = kv[positions]
+        self.flags[blocks[positions // BLOCK_SIZE], positions % BLOCK_SIZE] = flags[positions]
+        whole = kv[: context + len(ids)]
+        assert (whole != POISON).all(), "KV that was never written is read"
+        seen = np.cumsum(mix(whole, np.arange(len(whole))))[context:]
+        return seen, flags[positions]
+
+    def _sample(
+        self, slot: int, seen: int, flags: int, plan: StepPlan, row: int
+    ) -> tuple[int, int, np.float32, np.ndarray | None, np.ndarray | None]:
+        """(id, flags, logprob, alternatives, their logprobs); the id goes into `last_token`."""
+        state = self._slots[slot]
+        params = state.start.params
+        position = int(plan.context_lens[row] + plan.query_lens[row])
+        noise = 0 if params.temperature == 0 else int(mix(params.seed, params.sample_index, params.segment, position))
+        counts = state.counts if params.has_penalties else 0
+        token = int(mix(seen, noise, counts)) % self.vocab_size
+        scripted = self.script(params, position)
+        token = 0 if flags else token if scripted is None else scripted
+        self.last_token[slot] = token
+        state.counts += int(mix(token, 1)) + int(mix(token, 2))
+        state.counts = int(np.uint64(state.counts % 2**64).astype(np.int64))
+        logprob = np.float32(np.nan) if flags else self._logprob(seen, token)
+        k = state.start.top_logprobs
+        top_ids = np.array([(token + i) % self.vocab_size for i in range(k)], np.int32)
+        return token, flags, logprob, top_ids, logprob - np.arange(k, dtype=np.float32)
+
+    def _logprob(self, seen: int, token: int) -> np.float32:
+        return np.float32(-(int(mix(seen, token)) % 4096) / 1024)
+
+    def _output(self, sampling: list, scores: list[np.ndarray]) -> StepOutput:
+        """Copy the results out of the buffers of this step, which the next step overwrites."""
+        for old in self._results:
+            for array in (old.token_ids, old.logprobs, old.flags):
+                array.fill(77)
+        logprobs = np.array([entry[3] for entry in sampling], np.float32)
+        width = max((len(entry[4]) for entry in sampling), default=0)
+        top_ids = np.zeros((len(sampling), width), np.int32)
+        top = np.full((len(sampling), width), np.nan, np.float32)
+        for i, entry in enumerate(sampling):
+            top_ids[i, : len(entry[4])], top[i, : len(entry[4])] = entry[4], entry[5]
+        buffers = StepOutput(
+            token_ids=np.array([entry[1] for entry in sampling], np.int32),
+            logprobs=np.stack((logprobs, logprobs - 1, logprobs - 2)),
+            flags=np.array([entry[2] for entry in sampling], np.uint8),
+            top_ids=top_ids if width else None,
+            top_logprobs=top if width else None,
+            scores=tuple(scores),
+        )
+        self._results = [buffers]
+        return replace(buffers, **{n: getattr(buffers, n).copy() for n in ("token_ids", "logprobs", "flags")})
+
+    def _poison(self) -> None:
+        """Nobody may count on a free block that has no name."""
+        if self._pool is not None:
+            free = [b for b in range(1, self.num_blocks) if not self._pool.references(b) and not self._pool.key(b)]
+            self.kv[free] = POISON
+
+
+class FakeTicket:
+    """Holds a copy of the plan's arrays, to see that nobody writes them while the step is in flight."""
+
+    def __init__(self, runner: FakeRunner, plan: StepPlan) -> None:
+        self.plan = plan
+        self.result: StepOutput | None = None
+        arrays = {f.name: getattr(plan, f.name) for f in fields(plan)}
+        self.frozen = {name: value.copy() for name, value in arrays.items() if isinstance(value, np.ndarray)}
+        self._runner = runner
+
+    def wait(self) -> StepOutput:
+        return self._runner.finish(self)
+
+
+class FakeWeights:
+    """A `WeightStore` whose checkpoints are numbers: path "7" becomes `runner.weights = 7`."""
+
+    def __init__(self, runner: FakeRunner) -> None:
+        self.runner = runner
+        self.prepared: int | None = None
+        self.before_prepare: Callable[[], object] = lambda: None
+
+    @property
+    def digest(self) -> str:
+        return f"fake:{self.runner.weights}"
+
+    def prepare(self, path: str, version: int, checksums: dict[str, str] | None) -> WeightsInfo:
+        assert checksums is None
+        self.before_prepare()
+        if not path.isdigit():
+            raise WeightsError(f"{path} is no checkpoint", field="path")
+        self.prepared = int(path)
+        return WeightsInfo(version=version, digest=f"fake:{path}", nbytes=8, seconds=0.0)
+
+    def commit(self) -> None:
+        assert self.prepared is not None
+        self.runner.weights, self.prepared = self.prepared, None
+
+    def discard(self) -> None:
+        self.prepared = None
