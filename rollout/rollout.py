@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
+import logging
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from protocols.fields import ModelInfo, Record, TrajectoryReason
+from engine.request import Completion, Request
+from protocols.errors import Internal
+from protocols.fields import STATUS_OF, ModelInfo, Record, TrajectoryReason, Truncation
 from protocols.replies import TurnDone
 from protocols.requests import Continue
 from rollout.async_engine import AsyncEngine
-from rollout.environments.base import Environment, TextCodec
-from rollout.trajectory import TrajectorySpec
+from rollout.environments.base import Context, EnvironmentFactory, Rewards, TextCodec
+from rollout.environments.guard import PATIENCE, Guard, Patience
+from rollout.ledger import Ledger
+from rollout.mailbox import Mailbox
+from rollout.trajectory import End, Trajectory, TrajectorySpec
 
+__all__ = ["Patience", "Rollout"]
 
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """Seconds the worker waits for environment code when the trainer set no deadline of its own."""
-
-    step_s: float = 600.0
-    finish_s: float = 600.0
-    close_s: float = 5.0
+log = logging.getLogger(__name__)
 
 
 class Rollout:
-    """Runs one trajectory. `environment` makes its environment (Registry.resolve), inside `run`.
+    """Runs one trajectory. Made on the event loop. `environment` (Registry.resolve) is called inside `run`.
 
     on_turn gets each `TurnDone` of a `remote` trajectory; its `id` is empty, for the service to fill in.
     """
@@ -33,27 +36,149 @@ class Rollout:
         spec: TrajectorySpec,
         *,
         engine: AsyncEngine,
-        environment: Callable[[], Environment],
+        environment: EnvironmentFactory,
         model: ModelInfo,
         on_turn: Callable[[TurnDone], None],
         tokenizer: TextCodec | None = None,
-        patience: Patience = Patience(),
+        patience: Patience = PATIENCE,
     ) -> None:
-        raise NotImplementedError
+        loop = asyncio.get_running_loop()
+        self._spec = spec
+        self._engine = engine
+        self._model = model
+        self._tokenizer = tokenizer
+        self._trajectory = Trajectory(spec, model)
+        self._mailbox = Mailbox(spec.trajectory_id, model.vocab_size, on_turn)
+        self._environment = Guard(
+            spec.trajectory_id,
+            environment,
+            vocab_size=model.vocab_size,
+            budget=spec.group.budget,
+            patience=patience,
+        )
+        self._cancelled: asyncio.Future[End] = loop.create_future()
+        self._overdue: asyncio.Future[End] = loop.create_future()
+        self._generating: str | None = None
 
     async def run(self) -> Record:
         """Called once. Never raises (cancellation of the task aside): whatever happens becomes the record."""
-        raise NotImplementedError
+        ledger = Ledger(self._spec.accepted)
+        ledger.queued()
+        deadline = self._set_deadline()
+        try:
+            return await self._conclude(await self._episode(ledger), ledger)
+        except Exception as error:
+            log.exception("%s: the worker failed", self._spec.trajectory_id)
+            return self._broken(error, ledger)
+        finally:
+            if deadline is not None:
+                deadline.cancel()
+            self._mailbox.close()
+            await self._environment.close()
 
     def cancel(self, reason: TrajectoryReason) -> None:
         """End with what there is; `run` returns soon. Idempotent, the first reason stays; allowed before `run`."""
-        raise NotImplementedError
+        if not self._cancelled.done():
+            self._cancelled.set_result(End(reason))
+            if self._generating is not None:
+                self._engine.abort((self._generating,), "abort_client")
 
     def answer(self, message: Continue) -> None:
         """The trainer's answer to `turn_done`. Raises PrefixMismatch, UnknownTrajectory, BadRequest."""
-        raise NotImplementedError
+        self._mailbox.answer(message)
 
     @property
     def pending_turn(self) -> TurnDone | None:
         """The `TurnDone` that waits for an answer, to be sent again after a reconnect."""
-        raise NotImplementedError
+        return self._mailbox.pending
+
+    async def _episode(self, ledger: Ledger) -> End:
+        trajectory, environment = self._trajectory, self._environment
+        if (end := self._stopped()) is not None:
+            return end
+        answer = await environment.open(self._context, (self._cancelled, self._overdue))
+        ledger.tool()
+        end = answer if isinstance(answer, End) else trajectory.append(answer)
+        while end is None:
+            if (end := self._stopped() or trajectory.before_turn(self._engine.stats.weight_version)) is not None:
+                break
+            request = trajectory.request()
+            completion = await self._generate(request)
+            times = ledger.turn(completion.times)
+            end = trajectory.take(request, completion, times, ends_when_cut=environment.ends_when_cut)
+            if end is not None and STATUS_OF[end.reason] == "failed":
+                break
+            if (end := self._stopped() or end) is not None:
+                break
+            answer = await environment.step(trajectory.last_turn(), (self._cancelled, self._overdue))
+            trajectory.waited(ledger.tool())
+            end = answer if isinstance(answer, End) else trajectory.answer(answer, fixed_turns=environment.fixed_turns)
+        return end
+
+    async def _generate(self, request: Request) -> Completion:
+        seconds = self._spec.group.budget.turn_deadline_s
+        timer = None
+        if seconds is not None:
+            timer = asyncio.get_running_loop().call_later(seconds, self._engine.abort, (request.id,), "turn_deadline")
+        self._generating = request.id
+        try:
+            return await self._engine.generate(request)
+        finally:
+            self._generating = None
+            if timer is not None:
+                timer.cancel()
+
+    async def _conclude(self, end: End, ledger: Ledger) -> Record:
+        """Score what counts, and make the record."""
+        rewards = Rewards()
+        if STATUS_OF[end.reason] in ("completed", "truncated") and self._environment.scores:
+            draft = self._trajectory.to_record(end, ledger.total, ledger.wall_s, rewards)
+            scored = await self._environment.finish(draft, (self._cancelled,))
+            ledger.tool()
+            if isinstance(scored, End):
+                end = scored
+            else:
+                rewards = scored
+        return self._trajectory.to_record(end, ledger.total, ledger.wall_s, rewards)
+
+    def _broken(self, error: Exception, ledger: Ledger) -> Record:
+        """A fault of our own. What the trajectory holds cannot be trusted, so only its prompt goes back."""
+        failure = Internal(f"{type(error).__name__}: {error}", scope="trajectory").failure("generate")
+        untouched = Trajectory(self._spec, self._model)
+        return untouched.to_record(End("error", failure=failure), ledger.total, ledger.wall_s, Rewards())
+
+    def _set_deadline(self) -> asyncio.TimerHandle | None:
+        seconds = self._spec.group.budget.trajectory_deadline_s
+        if seconds is None:
+            return None
+        end = End("trajectory_deadline", Truncation(limit="trajectory_deadline_s", value=seconds))
+        left = seconds if self._spec.accepted is None else self._spec.accepted + seconds - time.monotonic()
+        if left <= 0:
+            self._overdue.set_result(end)
+            return None
+        return asyncio.get_running_loop().call_later(left, self._expire, end)
+
+    def _expire(self, end: End) -> None:
+        self._overdue.set_result(end)
+        if self._generating is not None:
+            self._engine.abort((self._generating,), "turn_deadline")
+
+    def _stopped(self) -> End | None:
+        return next((stop.result() for stop in (self._cancelled, self._overdue) if stop.done()), None)
+
+    def _context(self) -> Context:
+        spec, group = self._spec, self._spec.group
+        return Context(
+            trajectory_id=spec.trajectory_id,
+            group_id=group.id,
+            sample_index=spec.sample_index,
+            seed=spec.seed,
+            prompt=group.prompt.copy(),
+            vocab_size=self._model.vocab_size,
+            max_context=self._model.max_context,
+            ask=self._mailbox.ask,
+            metadata=copy.deepcopy(group.metadata),
+            config=copy.deepcopy(group.environment.config),
+            purpose=group.purpose,
+            tokenizer=self._tokenizer,
+        )

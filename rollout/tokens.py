@@ -37,6 +37,11 @@ class Tokens:
         return self._ids.array()
 
     @property
+    def logprobs(self) -> FloatArray:
+        """float32[L] of the primary mode, read-only; 0.0 where not sampled."""
+        return self._logprobs[self._modes[0]].array()
+
+    @property
     def sampled(self) -> BoolArray:
         """bool[L], read-only: what presence and frequency penalties count."""
         return self._sampled.array()
@@ -74,7 +79,7 @@ class Tokens:
         return Segment(
             token_ids=self.ids,
             source=source,
-            logprobs=self._logprobs[self._modes[0]].array(),
+            logprobs=self.logprobs,
             loss_mask=((source == SOURCE_SAMPLED) & trainable).astype(np.uint8),
             weight_versions=np.array(self._weight_versions, np.int64).reshape(-1, 2),
             kv_versions=np.array(self._kv_versions, np.int64).reshape(-1, 2),

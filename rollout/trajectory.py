@@ -23,6 +23,7 @@ from protocols.fields import (
     Truncation,
     Turn,
 )
+from rollout.environments.base import Rewards, TurnResult
 from rollout.failures import wire_error
 from rollout.sampling import engine_params, stop_rule
 from rollout.tokens import Tokens, fault
@@ -59,18 +60,13 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What an environment said to one turn, checked: ids are int32[n] inside the vocabulary.
-
-    tool_wait: seconds it took. ends_like_turn: a `done` is named after how the turn ended, not `env_done`.
-    """
+    """What an environment said, checked: ids are int32[n] inside the vocabulary, the reward is finite."""
 
     glue: IntArray | None = None
     observation: IntArray | None = None
     max_tokens: int | None = None
     done: bool = False
     reward: float | None = None
-    tool_wait: float = 0.0
-    ends_like_turn: bool = False
 
 
 class Trajectory:
@@ -96,11 +92,12 @@ class Trajectory:
     def turns(self) -> tuple[Turn, ...]:
         return tuple(self._turns)
 
-    def append(self, glue: IntArray | None, observation: IntArray | None, max_tokens: int | None) -> End | None:
-        """Add what comes before a turn: all of it or, where it does not fit, nothing. An exact fit fits.
+    def append(self, answer: Answer) -> End | None:
+        """Add what comes before a turn, glue first: all of it or, where it does not fit, nothing. An exact fit fits.
 
-        max_tokens: budget of the turn that it opens; None is `Sampling.max_tokens`.
+        `max_tokens` is the budget of the turn that it opens; None is `Sampling.max_tokens`.
         """
+        glue, observation = answer.glue, answer.observation
         parts = [
             (ids, source) for ids, source in ((glue, SOURCE_GLUE), (observation, SOURCE_OBSERVATION)) if ids is not None
         ]
@@ -108,7 +105,7 @@ class Trajectory:
             return self._overflow()
         for ids, source in parts:
             self._tokens.add(ids, source)
-        self._turn_limit = self._sampling.max_tokens if max_tokens is None else max_tokens
+        self._turn_limit = self._sampling.max_tokens if answer.max_tokens is None else answer.max_tokens
         return None
 
     def before_turn(self, serving_version: int) -> End | None:
@@ -137,8 +134,8 @@ class Trajectory:
             prompt_logprobs=self._sampling.prompt_logprobs and index == 0,
         )
 
-    def take(self, request: Request, completion: Completion, times: fields.Times, *, on_length: str) -> End | None:
-        """Append what the turn `request` sampled. on_length "end": a turn that was cut ends the trajectory."""
+    def take(self, request: Request, completion: Completion, times: fields.Times, *, ends_when_cut: bool) -> End | None:
+        """Append what the turn `request` sampled. ends_when_cut: a turn that was cut ends the trajectory."""
         wrong = fault(completion, request)
         if wrong is None:
             self._turns.append(self._turn(completion, times))
@@ -160,23 +157,35 @@ class Trajectory:
             case "length" if turn.length != self._turn_limit:
                 return self._overflow()
             case "length" | "turn_deadline":
-                return self._cut(turn) if on_length == "end" else None
+                return self._cut(turn) if ends_when_cut else None
 
-    def answer(self, answer: Answer) -> End | None:
-        """What the environment said to the last turn. Nothing is appended where no turn follows."""
+    def last_turn(self) -> TurnResult:
         turn = self._turns[-1]
-        times = turn.times.model_copy(update={"tool_wait": turn.times.tool_wait + answer.tool_wait})
-        self._turns[-1] = turn.model_copy(update={"reward": answer.reward, "times": times})
-        if answer.done and answer.ends_like_turn:
+        span = slice(turn.start, turn.start + turn.length)
+        return TurnResult(turn, self._tokens.ids[span], self._tokens.logprobs[span], self.length)
+
+    def waited(self, seconds: float) -> None:
+        """The environment had the last turn for so long."""
+        turn = self._turns[-1]
+        self._turns[-1] = turn.model_copy(update={"times": turn.times.model_copy(update={"tool_wait": seconds})})
+
+    def answer(self, answer: Answer, *, fixed_turns: bool) -> End | None:
+        """What the environment said to the last turn. Nothing is appended where no turn follows.
+
+        fixed_turns: `done` is named after how the last turn ended, not `env_done`.
+        """
+        turn = self._turns[-1]
+        self._turns[-1] = turn.model_copy(update={"reward": answer.reward})
+        if answer.done and fixed_turns:
             return End("stop") if turn.finish_reason == "stop" else self._cut(turn)
         if answer.done:
             return End("env_done")
         if len(self._turns) == self._budget.max_turns:
             return End("max_turns")
-        return self.append(answer.glue, answer.observation, answer.max_tokens)
+        return self.append(answer)
 
-    def to_record(self, end: End, times: fields.Times, wall_s: float) -> Record:
-        """The record, its final reward still missing. Raises ValidationError where two lengths disagree."""
+    def to_record(self, end: End, times: fields.Times, wall_s: float, rewards: Rewards) -> Record:
+        """Raises ValidationError where two lengths disagree."""
         spec, group = self._spec, self._spec.group
         status = STATUS_OF[end.reason]
         return Record(
@@ -188,6 +197,8 @@ class Trajectory:
             finish_reason=end.reason,
             segments=(self._tokens.segment(self.turns, trainable=status != "failed"),),
             sampling=self._sampling.model_copy(update={"seed": spec.seed}),
+            reward=rewards.total,
+            rewards=dict(rewards.parts),
             error=end.failure,
             truncation=end.truncation,
             times=times,

@@ -11,7 +11,7 @@ it may block. docs/environments.md says what happens to an environment that rais
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from engine.request import FloatArray, IntArray
 from protocols.fields import Purpose, Record, Turn, TurnReason
+from protocols.requests import Continue
 
 Ids = Sequence[int] | npt.NDArray[np.integer[Any]]
 """Token ids in [0, vocab_size): a list of ints or a one-dimensional integer array."""
@@ -44,6 +45,7 @@ class Context:
 
     seed is the group's (the same for its samples); (seed, sample_index) is the trajectory's own.
     prompt: int32[L]. vocab_size: ids are valid in [0, vocab_size). max_context: longest sequence, in tokens.
+    ask: puts a turn to the trainer and waits for its `continue`, as `remote` does (asynchronous methods only).
     """
 
     trajectory_id: str
@@ -53,6 +55,7 @@ class Context:
     prompt: IntArray
     vocab_size: int
     max_context: int
+    ask: Callable[[TurnResult], Awaitable[Continue]]
     metadata: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     purpose: Purpose = "train"
@@ -128,7 +131,10 @@ FinalReward = float | Mapping[str, float] | Rewards | None
 
 
 class Environment(ABC):
-    """One trajectory's environment: made for it, asked turn by turn, closed at its end."""
+    """One trajectory's environment: made for it, asked turn by turn, closed at its end.
+
+    Each method may be `async def` (it runs on the worker's loop and must not block) or `def` (on a thread).
+    """
 
     on_length: ClassVar[Literal["end", "continue"]] = "end"
     """Does a turn that was cut end the trajectory, where `Budget.on_length` does not say."""
@@ -137,25 +143,24 @@ class Environment(ABC):
     patient: ClassVar[bool] = False
     """`step` waits for the trainer, whose silence is no fault: only `Budget.tool_deadline_s` bounds it."""
 
-    async def reset(self, context: Context) -> Observation | None:  # noqa: ARG002
+    def reset(self, context: Context) -> Observation | Awaitable[Observation | None] | None:  # noqa: ARG002
         """Called first. May add tokens to the prompt."""
         return None
 
     @abstractmethod
-    async def step(self, turn: TurnResult) -> Step:
+    def step(self, turn: TurnResult) -> Step | Awaitable[Step]:
         """Called after each turn, also after one that was cut when the trajectory goes on."""
 
-    async def finish(self, record: Record) -> FinalReward:  # noqa: ARG002
+    def finish(self, record: Record) -> FinalReward | Awaitable[FinalReward]:  # noqa: ARG002
         """Score the trajectory: called once when it is completed or truncated, never when aborted or failed.
 
         record: as it will be sent, the final reward still missing. A mapping is named parts, their sum the total.
         """
         return None
 
-    async def close(self) -> None:
+    def close(self) -> Awaitable[None] | None:  # noqa: B027 (nothing to release is the usual case)
         """Called last, always, once the environment was made."""
-        return None
 
 
-EnvironmentFactory = Callable[[], Environment]
+EnvironmentFactory = Callable[[], Environment | Awaitable[Environment]]
 """Makes one trajectory's environment: a subclass of `Environment` that needs no arguments is one."""

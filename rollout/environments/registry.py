@@ -2,29 +2,101 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
+from importlib.metadata import EntryPoint, entry_points
+from typing import cast
 
 from protocols import fields
+from protocols.errors import BadRequest
 from rollout.environments.base import EnvironmentFactory
+from rollout.environments.remote import Remote
+from rollout.environments.scripted import Scripted
 
 ENTRY_POINTS = "rollout_worker.environments"
+"""Entry-point group: `name = "module:Class"`."""
+
+BUILT_IN = ("remote", "scripted")
 
 
 class Registry:
-    """`scripted`, `remote`, what the command line names, and installed entry points (in that order of precedence)."""
+    """`scripted`, `remote`, and the plug-ins: those named on the command line, then installed entry points."""
 
-    @staticmethod
-    def load(specs: Sequence[str] = ()) -> Registry:
-        """specs: `name=module:Class`, one per `--env`. Raises ValueError (a spec) or ImportError naming the spec."""
-        raise NotImplementedError
+    def __init__(self, plugins: Mapping[str, EnvironmentFactory], installed: Sequence[EntryPoint] = ()) -> None:
+        self._plugins = dict(plugins)
+        self._installed = {entry.name: entry for entry in installed}
+        for name in BUILT_IN:
+            if name in self._plugins or name in self._installed:
+                raise ValueError(f"environment {name!r} is built in: choose another name")
 
-    def __init__(self, plugins: Mapping[str, EnvironmentFactory]) -> None:
-        raise NotImplementedError
+    @classmethod
+    def load(cls, specs: Sequence[str] = ()) -> Registry:
+        """specs: `name=module:Class`, one per `--env`; each is imported now.
+
+        An entry point is imported when it is first asked for: one broken package must not stop the worker.
+        Raises ValueError, naming the spec, where it is malformed, given twice or cannot be imported.
+        """
+        plugins: dict[str, EnvironmentFactory] = {}
+        for spec in specs:
+            name, factory = _load(spec)
+            if name in plugins:
+                raise ValueError(f"--env {spec}: the name {name!r} is given twice")
+            plugins[name] = factory
+        return cls(plugins, tuple(entry_points(group=ENTRY_POINTS)))
 
     @property
     def names(self) -> tuple[str, ...]:
-        raise NotImplementedError
+        return tuple(sorted({*BUILT_IN, *self._plugins, *self._installed}))
 
     def resolve(self, environment: fields.Environment) -> EnvironmentFactory:
-        """The factory for a submitted environment. Raises BadRequest, naming what is known, for an unknown name."""
-        raise NotImplementedError
+        """What makes the environment of each trajectory of a submitted group.
+
+        Raises BadRequest for a name that is unknown (the message lists the known ones) or cannot be imported.
+        """
+        name = environment.name
+        if name == "scripted":
+            return _scripted(environment.script)
+        if name == "remote":
+            return _remote
+        if name in self._plugins:
+            return self._plugins[name]
+        if name in self._installed:
+            return self._import(self._installed[name])
+        raise BadRequest(
+            f"{name!r} is no environment of this worker; known: {', '.join(self.names)}", field="environment.name"
+        )
+
+    def _import(self, entry: EntryPoint) -> EnvironmentFactory:
+        try:
+            factory = entry.load()
+        except Exception as error:
+            raise BadRequest(f"{entry.name!r} cannot be imported: {error!r}", field="environment.name") from error
+        self._plugins[entry.name] = factory
+        return cast(EnvironmentFactory, factory)
+
+
+def _scripted(script: Sequence[fields.ScriptedTurn]) -> EnvironmentFactory:
+    async def make() -> Scripted:
+        return Scripted(script)
+
+    return make
+
+
+async def _remote() -> Remote:
+    return Remote()
+
+
+def _load(spec: str) -> tuple[str, EnvironmentFactory]:
+    name, equals, target = spec.partition("=")
+    module, colon, attribute = target.partition(":")
+    if not (name and equals and module and colon and attribute):
+        raise ValueError(f"--env {spec}: must read name=module:Class")
+    try:
+        found = importlib.import_module(module)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except Exception as error:
+        raise ValueError(f"--env {spec}: {error}") from error
+    if not callable(found):
+        raise ValueError(f"--env {spec}: {attribute} is not callable")
+    return name, found

@@ -1,0 +1,77 @@
+"""One call into environment code, which may raise anything, block, or never return."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    error: BaseException
+
+
+Outcome = Returned | Raised
+
+
+class Call:
+    """A call that has begun. `task` ends with what came of it; it never raises, and cancelling it is giving up.
+
+    A coroutine function runs on the loop. Anything else gets a daemon thread of its own: in a pool a few hung calls
+    would stop all other environments, and they would hold up the worker's exit until they return.
+    """
+
+    def __init__(self, method: Callable[..., Any], *args: Any) -> None:
+        self._method = method
+        self._args = args
+        self._thread: threading.Thread | None = None
+        self.task: asyncio.Task[Outcome] = asyncio.get_running_loop().create_task(self._outcome())
+
+    @property
+    def running(self) -> bool:
+        """Is the environment's code still at it? A thread goes on after the call was given up."""
+        return not self.task.done() or (self._thread is not None and self._thread.is_alive())
+
+    async def _outcome(self) -> Outcome:
+        try:
+            if inspect.iscoroutinefunction(self._method):
+                return Returned(await self._method(*self._args))
+            outcome = await self._on_thread()
+            if isinstance(outcome, Returned) and inspect.isawaitable(outcome.value):
+                return Returned(await outcome.value)
+            return outcome
+        except BaseException as error:
+            # SystemExit or KeyboardInterrupt out of a task would end the loop, and with it everyone's trajectories.
+            return Raised(error)
+
+    async def _on_thread(self) -> Outcome:
+        loop = asyncio.get_running_loop()
+        settled: asyncio.Future[Outcome] = loop.create_future()
+        context = contextvars.copy_context()
+
+        def settle(outcome: Outcome) -> None:
+            if not settled.done():
+                settled.set_result(outcome)
+
+        def work() -> None:
+            try:
+                outcome: Outcome = Returned(context.run(self._method, *self._args))
+            except BaseException as error:
+                outcome = Raised(error)
+            with suppress(RuntimeError):  # the loop has closed: nobody waits any more
+                loop.call_soon_threadsafe(settle, outcome)
+
+        self._thread = threading.Thread(target=work, name="environment", daemon=True)
+        self._thread.start()
+        return await settled

@@ -1,0 +1,130 @@
+"""What environment code returned, checked and copied before anything relies on it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any
+
+import numpy as np
+
+from engine.request import IntArray
+from rollout.environments.base import Environment, Observation, Rewards, Step
+from rollout.trajectory import Answer
+
+MAX_PARTS = 256
+"""Named rewards of one trajectory."""
+
+
+class BadAnswer(Exception):
+    """The environment returned something that has no meaning; the message says what."""
+
+
+def check_environment(made: Any) -> Environment:
+    if not isinstance(made, Environment):
+        raise BadAnswer(f"the factory made {_kind(made)}, not an Environment")
+    return made
+
+
+def check_observation(returned: Any, vocab_size: int) -> Answer:
+    """Of `reset`."""
+    if returned is None:
+        return Answer()
+    if not isinstance(returned, Observation):
+        raise BadAnswer(f"reset returned {_kind(returned)}, not an Observation or None")
+    return Answer(
+        glue=_ids(returned.glue, "glue", vocab_size),
+        observation=_ids(returned.ids, "ids", vocab_size),
+        max_tokens=_max_tokens(returned.max_tokens),
+    )
+
+
+def check_step(returned: Any, vocab_size: int) -> Answer:
+    """Of `step`."""
+    if not isinstance(returned, Step):
+        raise BadAnswer(f"step returned {_kind(returned)}, not a Step")
+    if not isinstance(returned.done, bool | np.bool_):
+        raise BadAnswer(f"done is {_kind(returned.done)}, not a bool")
+    return Answer(
+        glue=_ids(returned.glue, "glue", vocab_size),
+        observation=_ids(returned.observation, "observation", vocab_size),
+        max_tokens=_max_tokens(returned.max_tokens),
+        done=bool(returned.done),
+        reward=_reward(returned.reward, "reward"),
+    )
+
+
+def check_final(returned: Any) -> Rewards:
+    """Of `finish`: the total (None when nobody scored) and its named parts."""
+    if isinstance(returned, Rewards):
+        return Rewards(_reward(returned.total, "total"), _parts(returned.parts))
+    if isinstance(returned, Mapping):
+        parts = _parts(returned)
+        return Rewards(_reward(math.fsum(parts.values()), "the sum of the parts") if parts else None, parts)
+    return Rewards(_reward(returned, "reward"))
+
+
+def _parts(parts: Any) -> dict[str, float]:
+    if not isinstance(parts, Mapping):
+        raise BadAnswer(f"the named rewards are {_kind(parts)}, not a mapping")
+    if len(parts) > MAX_PARTS:
+        raise BadAnswer(f"{len(parts)} named rewards are more than {MAX_PARTS}")
+    checked = {}
+    for name, value in parts.items():
+        if not isinstance(name, str):
+            raise BadAnswer(f"the name of a reward is {_kind(name)}, not a string")
+        if (reward := _reward(value, f"reward {name[:64]!r}")) is None:
+            raise BadAnswer(f"reward {name[:64]!r} is None: leave it out")
+        checked[name] = reward
+    return checked
+
+
+def _reward(value: Any, name: str) -> float | None:
+    if value is None:
+        return None
+    if not isinstance(value, Real | np.bool_):
+        raise BadAnswer(f"{name} is {_kind(value)}, not a number")
+    if not math.isfinite(value):
+        raise BadAnswer(f"{name} is {value}, not finite")
+    return float(value)
+
+
+def _max_tokens(value: Any) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise BadAnswer(f"max_tokens is {_kind(value)}, not an int")
+    if value < 1:
+        raise BadAnswer(f"max_tokens is {value}, not positive")
+    return int(value)
+
+
+def _ids(value: Any, name: str, vocab_size: int) -> IntArray | None:
+    """A copy: the environment may reuse its buffer."""
+    if value is None:
+        return None
+    if isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            if isinstance(item, bool) or not isinstance(item, int | np.integer):
+                raise BadAnswer(f"{name}[{i}] is {_kind(item)}, not an int")
+            if not 0 <= item < vocab_size:
+                raise BadAnswer(f"{name}[{i}] is {item}, outside of the vocabulary of {vocab_size} ids")
+        return np.array(value, np.int32)
+    if not isinstance(value, np.ndarray) or value.dtype.kind not in "iu" or value.ndim != 1:
+        raise BadAnswer(f"{name} is {_kind(value)}, not a list or one-dimensional integer array")
+    if (outside := outside_of(value, vocab_size)) is not None:
+        raise BadAnswer(f"{name}[{outside}] is {value[outside]}, outside of the vocabulary of {vocab_size} ids")
+    return value.astype(np.int32)
+
+
+def outside_of(ids: np.ndarray, vocab_size: int) -> int | None:
+    """Position of the first id that the model does not have."""
+    bad = (ids < 0) | (ids >= vocab_size)
+    return int(np.argmax(bad)) if bad.any() else None
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype}{list(value.shape)}"
+    return "None" if value is None else f"a {type(value).__name__}"

@@ -1,0 +1,164 @@
+"""One trajectory's environment behind deadlines and checks: whatever it does comes back as a value."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from protocols.fields import Budget, Failure, Record, Truncation
+from rollout.environments.base import Context, Environment, EnvironmentFactory, Rewards, TurnResult
+from rollout.environments.calls import Call, Raised
+from rollout.environments.checks import BadAnswer, check_environment, check_final, check_observation, check_step
+from rollout.trajectory import Answer, End
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Stage = Literal["reset", "step", "finish", "close"]
+Stops = tuple[asyncio.Future[End], ...]
+
+UNWIND_S = 1.0
+"""How long a call that was given up may take to unwind before it is left behind."""
+MAX_MESSAGE = 2000
+"""Characters of an environment's error that go into the record."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Seconds the worker waits for environment code where the trainer set no deadline of its own."""
+
+    step_s: float = 600.0
+    finish_s: float = 600.0
+    close_s: float = 5.0
+
+
+PATIENCE = Patience()
+
+
+class Guard:
+    """`open`, `step`* , `finish`?, `close`. Each returns the checked answer, or the `End` it makes of the trajectory.
+
+    stops: futures that end the wait early, with their `End`.
+    """
+
+    def __init__(
+        self, name: str, make: EnvironmentFactory, *, vocab_size: int, budget: Budget, patience: Patience
+    ) -> None:
+        self._name = name
+        self._make = make
+        self._vocab_size = vocab_size
+        self._budget = budget
+        self._patience = patience
+        self._environment: Environment | None = None
+        self._left: Call | None = None
+
+    @property
+    def ends_when_cut(self) -> bool:
+        """Does a turn that was cut end the trajectory?"""
+        return (self._budget.on_length or self._made().on_length) == "end"
+
+    @property
+    def fixed_turns(self) -> bool:
+        return self._made().fixed_turns
+
+    async def open(self, context: Callable[[], Context], stops: Stops) -> Answer | End:
+        """Make the environment and reset it."""
+        within = self._budget.tool_deadline_s or self._patience.step_s
+        made = await self._call("reset", self._make, (), check_environment, within, stops)
+        if isinstance(made, End):
+            return made
+        self._environment = made
+        if _is_default(made.reset):
+            return Answer()
+        return await self._call(
+            "reset", made.reset, (context(),), lambda value: check_observation(value, self._vocab_size), within, stops
+        )
+
+    async def step(self, turn: TurnResult, stops: Stops) -> Answer | End:
+        environment = self._made()
+        within = self._budget.tool_deadline_s or (None if environment.patient else self._patience.step_s)
+        return await self._call(
+            "step", environment.step, (turn,), lambda value: check_step(value, self._vocab_size), within, stops
+        )
+
+    @property
+    def scores(self) -> bool:
+        """Will `finish` be asked? A call that was left behind keeps the environment busy: nobody scores it then."""
+        idle = self._left is None or not self._left.running
+        return self._environment is not None and not _is_default(self._environment.finish) and idle
+
+    async def finish(self, record: Record, stops: Stops) -> Rewards | End:
+        return await self._call("finish", self._made().finish, (record,), check_final, self._patience.finish_s, stops)
+
+    async def close(self) -> None:
+        """Always called, also while a call that was left behind still runs: it may be what ends that call."""
+        if self._environment is not None and not _is_default(self._environment.close):
+            await self._call("close", self._environment.close, (), lambda _: None, self._patience.close_s, ())
+
+    def _made(self) -> Environment:
+        assert self._environment is not None
+        return self._environment
+
+    async def _call(
+        self,
+        stage: Stage,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        check: Callable[[Any], T],
+        within: float | None,
+        stops: Stops,
+    ) -> T | End:
+        call = Call(method, *args)
+        waits: set[asyncio.Future[Any]] = {call.task, *stops}
+        try:
+            await asyncio.wait(waits, timeout=within, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            call.task.cancel()
+            raise
+        if not call.task.done():
+            await self._leave(stage, call)
+            return next((stop.result() for stop in stops if stop.done()), None) or self._late(stage, within)
+        outcome = call.task.result()
+        if isinstance(outcome, Raised):
+            log.warning("%s: %s raised", self._name, stage, exc_info=outcome.error)
+            return _failed(stage, _describe(outcome.error))
+        try:
+            return check(outcome.value)
+        except BadAnswer as error:
+            log.warning("%s: %s", self._name, error)
+            return _failed(stage, str(error))
+
+    async def _leave(self, stage: Stage, call: Call) -> None:
+        call.task.cancel()
+        await asyncio.wait({call.task}, timeout=UNWIND_S)
+        if call.running:
+            self._left = call
+            log.warning("%s: %s was given up but still runs", self._name, stage)
+
+    def _late(self, stage: Stage, within: float | None) -> End:
+        log.warning("%s: %s did not return within %s s", self._name, stage, within)
+        limit = self._budget.tool_deadline_s
+        if stage == "step" and limit is not None:
+            return End("tool_deadline", Truncation(limit="tool_deadline_s", value=limit))
+        return _failed(stage, f"{stage} did not return within {within:g} s", code="timeout")
+
+
+def _is_default(method: Callable[..., Any]) -> bool:
+    """A default of the base class says nothing: it need not be called."""
+    function = getattr(method, "__func__", None)
+    return function in (Environment.reset, Environment.finish, Environment.close)
+
+
+def _failed(stage: Stage, message: str, code: str = "internal") -> End:
+    failure = Failure(code=code, message=message[:MAX_MESSAGE], scope="trajectory", stage=stage)
+    return End("env_error", failure=failure)
+
+
+def _describe(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return f"{type(error).__name__} (it cannot be printed)"
