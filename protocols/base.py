@@ -230,6 +230,8 @@ class Value(BaseModel):
         arbitrary_types_allowed=True,
         allow_inf_nan=False,
         hide_input_in_errors=True,
+        # A third of the time that importing takes; validators are built when first used (under pydantic's lock).
+        defer_build=True,
     )
 
     @model_validator(mode="before")
