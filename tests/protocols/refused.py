@@ -23,7 +23,7 @@ def refused() -> Iterator[tuple[str, str | None, str, list[bytes]]]:
         return [changed(sampling=fields), token]
 
     def blob(*parts: Any) -> list[Any]:
-        return blob(*parts)
+        return [changed(prompt=described(*parts)), token]
 
     both = [changed(prompt_source=described(0, "|u1", [4])), token]
     bias = [changed(sampling={"bias_ids": described(1, "<i4", [1])}), token, token]
