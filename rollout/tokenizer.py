@@ -1,0 +1,143 @@
+"""The checkpoint's tokenizer, for what the worker itself needs: text as data, and the bytes of each id."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer as FastTokenizer
+
+from engine.request import IntArray
+from rollout.environments.base import Ids
+
+FILE = "tokenizer.json"
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+SPACE = "\u2581"
+"""How SentencePiece writes a space."""
+
+
+class Tokenizer:
+    """Implements `TextCodec`. hash: "sha256:hex" of tokenizer.json."""
+
+    def __init__(self, source: bytes) -> None:
+        """source: content of a tokenizer.json. Raises ValueError where it is not one."""
+        try:
+            spec: dict[str, Any] = json.loads(source)
+            self._whole = FastTokenizer.from_str(source.decode())
+            self._plain = FastTokenizer.from_str(json.dumps(_without_control(spec)))
+            self._added = {token["content"]: int(token["id"]) for token in spec.get("added_tokens") or ()}
+            self._byte_level = "ByteLevel" in _types([spec.get("decoder"), spec.get("pre_tokenizer")])
+        except Exception as error:
+            raise ValueError(f"not a usable {FILE}: {error}") from error
+        self.hash = "sha256:" + hashlib.sha256(source).hexdigest()
+
+    @classmethod
+    def load(cls, checkpoint: str | Path) -> Tokenizer | None:
+        """Of a checkpoint directory; None when it has none. Raises ValueError, naming the file."""
+        path = Path(checkpoint) / FILE
+        try:
+            source = path.read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        try:
+            return cls(source)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    def encode(self, text: str) -> IntArray:
+        """int32[n]. The text is data: an added token (`<|im_end|>`, `<think>`) in it is spelled out, never produced."""
+        ids = self._plain.encode(text, add_special_tokens=False).ids
+        return np.array(ids, np.int32)
+
+    def decode(self, ids: Ids) -> str:
+        """Added tokens are written as they are; ids that the tokenizer does not have (a padded head's) are ''."""
+        text: str = self._whole.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
+        return text
+
+    def special(self, token: str) -> int:
+        """The id of an added token. Raises KeyError."""
+        return self._added[token]
+
+    def token_bytes(self, size: int) -> tuple[bytes, ...]:
+        """What each id in [0, size) adds to the text, as UTF-8: a token may hold a part of a character.
+
+        Byte-level BPE is undone through its alphabet, SentencePiece through its space mark and its byte tokens;
+        b"" for ids that the tokenizer does not have.
+        """
+        alphabet = _byte_alphabet()
+        table = [b""] * size
+        for token, index in self._whole.get_vocab(with_added_tokens=True).items():
+            if index >= size:
+                continue
+            if token in self._added:
+                table[index] = token.encode()
+            elif self._byte_level:
+                table[index] = _byte_level(token, alphabet)
+            else:
+                table[index] = _sentence_piece(token)
+        return tuple(table)
+
+
+def _without_control(spec: dict[str, Any]) -> dict[str, Any]:
+    """The same tokenizer with nothing but text in it. Added tokens of pure white space are text.
+
+    Some models hold the added tokens as ordinary pieces too (Unigram would match `</s>` as one): those get names
+    that no text can spell, since nobody knows them.
+    """
+    added = spec.get("added_tokens") or ()
+    control = {token["content"] for token in added if token["content"].strip()}
+    secret = secrets.token_hex(16)
+
+    def hidden(piece: str) -> str:
+        return f"{secret} {piece}" if piece in control else piece
+
+    model = dict(spec["model"])
+    vocab = model["vocab"]
+    if isinstance(vocab, dict):
+        model["vocab"] = {hidden(piece): index for piece, index in vocab.items()}
+    else:
+        model["vocab"] = [[hidden(piece), score] for piece, score in vocab]
+    if isinstance(model.get("unk_token"), str):
+        model["unk_token"] = hidden(model["unk_token"])
+    if "merges" in model:
+        pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"])
+        model["merges"] = [pair for pair in pairs if control.isdisjoint((*pair, "".join(pair)))]
+    blank = [token for token in added if token["content"] not in control]
+    return {**spec, "model": model, "added_tokens": blank, "post_processor": None, "truncation": None, "padding": None}
+
+
+def _types(node: Any) -> set[str]:
+    """Every "type" in the decoder's and pre-tokenizer's description."""
+    if isinstance(node, list):
+        return set().union(*map(_types, node))
+    if isinstance(node, dict):
+        return set().union({node["type"]} if isinstance(node.get("type"), str) else (), *map(_types, node.values()))
+    return set()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The character by which byte-level BPE (GPT-2) writes each byte.
+
+    Printable bytes stand for themselves; the others, in order, for the characters from 256 on.
+    """
+    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def _byte_level(token: str, alphabet: Mapping[str, int]) -> bytes:
+    if all(character in alphabet for character in token):
+        return bytes(alphabet[character] for character in token)
+    return token.encode()
+
+
+def _sentence_piece(token: str) -> bytes:
+    if byte := BYTE_TOKEN.fullmatch(token):
+        return bytes.fromhex(byte[1])
+    return token.replace(SPACE, " ").encode()
