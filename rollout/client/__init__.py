@@ -1,0 +1,36 @@
+"""The trainer's side: submit groups of trajectories to a rollout worker, take the results, update its weights.
+
+    with RolloutClient("tcp://127.0.0.1:5557") as client:
+        client.update_weights("/shared/step-1", version=1)
+        for trajectory in client.submit([client.group(prompt_ids, n=8, max_tokens=256)]):
+            train_on(trajectory.response_ids, trajectory.response_logprobs, trajectory.response_mask)
+
+Needs neither torch nor the engine.
+"""
+
+from protocols.fields import Environment, Group, Sampling, ScriptedTurn
+from protocols.replies import TurnDone
+from rollout.client.aio import AsyncRolloutClient
+from rollout.client.batch import AsyncBatch, Batch
+from rollout.client.calls import WeightUpdate
+from rollout.client.errors import ClientClosed
+from rollout.client.groups import sampling, turn
+from rollout.client.sync import RolloutClient
+from rollout.client.trajectory import Trajectory
+
+__all__ = [
+    "AsyncBatch",
+    "AsyncRolloutClient",
+    "Batch",
+    "ClientClosed",
+    "Environment",
+    "Group",
+    "RolloutClient",
+    "Sampling",
+    "ScriptedTurn",
+    "Trajectory",
+    "TurnDone",
+    "WeightUpdate",
+    "sampling",
+    "turn",
+]

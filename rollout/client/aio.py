@@ -1,0 +1,257 @@
+"""The client for asyncio."""
+
+# ruff: noqa: ASYNC109  (both faces take `timeout`, so that a program can change from one to the other)
+from __future__ import annotations
+
+import asyncio
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from protocols.fields import Group, Sampling
+from protocols.replies import Pong, Scored, TurnDone, WeightsCommitted, WeightsPrepared, Welcome, WorkerStatus
+from rollout.client import calls
+from rollout.client.batch import AsyncBatch
+from rollout.client.calls import Mode, WeightUpdate
+from rollout.client.core import Core
+from rollout.client.groups import GroupMaker, Ids
+from rollout.client.link import Curve
+from rollout.client.waiting import arun
+
+Path = str | os.PathLike[str]
+
+
+class AsyncRolloutClient(GroupMaker):
+    """`RolloutClient` with the same methods as coroutines; `submit` returns an `AsyncBatch`.
+
+    It may be made outside a loop and used from several loops: the connection has its own thread.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        name: str | None = None,
+        timeout: float = 30.0,
+        reconnect_timeout: float = 120.0,
+        session: str | None = None,
+        curve_server_key: str | None = None,
+        curve_public_key: str | None = None,
+        curve_secret_key: str | None = None,
+    ) -> None:
+        super().__init__()
+        self._core = Core(
+            address,
+            name=name,
+            timeout=timeout,
+            reconnect_timeout=reconnect_timeout,
+            session=session,
+            curve=Curve.of(curve_server_key, curve_public_key, curve_secret_key),
+        )
+        self._finalizer = weakref.finalize(self, Core.close, self._core)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self, *, cancel: bool = True) -> None:
+        """End the connection. Open work is cancelled, with a warning in the log that says how much; with
+        `cancel=False` it goes on in the worker, for a later client with this `session`, as long as the worker's
+        client timeout allows. Whoever still waits gets ClientClosed. Repeating it does nothing."""
+        await asyncio.to_thread(self._core.close, cancel=cancel)
+
+    @property
+    def session(self) -> str | None:
+        """The session's token; None before the first welcome."""
+        return self._core.session
+
+    async def connect(self, timeout: float | None = None) -> Welcome:
+        """Wait for the worker and return what it says of itself: model, limits, capabilities, weight version."""
+        return await arun(calls.connect(self._core, timeout))
+
+    async def submit(
+        self,
+        groups: Group | Sequence[Group],
+        *,
+        batch_id: str | None = None,
+        auto_ack: bool = True,
+        timeout: float | None = None,
+    ) -> AsyncBatch:
+        """Hand groups over and return once the worker has accepted them all.
+
+        The client keeps them until their results are acknowledged, and submits what is open again when the worker
+        has restarted. Raises the worker's refusal (nothing was started then), BadRequest for what exceeds the
+        worker's limits, Duplicate for ids that are still open here, Timeout or ConnectionLost (the work is then
+        cancelled; make new groups to try again).
+        """
+        message, mailbox = await arun(calls.submit(self._core, groups, batch_id, auto_ack, timeout))
+        return AsyncBatch(self._core, message, mailbox, auto_ack, self)
+
+    async def continue_(
+        self,
+        turn_done: TurnDone,
+        *,
+        observation: Ids | None = None,
+        glue: Ids | None = None,
+        max_tokens: int | None = None,
+        done: bool = False,
+        turn_reward: float | None = None,
+        reward: float | None = None,
+        rewards: Mapping[str, float] | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        """Answer a turn of a trajectory in the environment "remote": go on after `observation`, or end it (`done`).
+
+        A repeat is harmless. So is the answer to a turn from before a worker's restart: that trajectory has
+        started again, and its turns come again.
+        """
+        await arun(
+            calls.continue_(
+                self._core,
+                turn_done,
+                observation=observation,
+                glue=glue,
+                max_tokens=max_tokens,
+                done=done,
+                turn_reward=turn_reward,
+                reward=reward,
+                rewards=rewards,
+                timeout=timeout,
+            )
+        )
+
+    async def cancel(
+        self,
+        *,
+        trajectory_ids: Sequence[str] = (),
+        group_ids: Sequence[str] = (),
+        batch_ids: Sequence[str] = (),
+        timeout: float | None = None,
+    ) -> dict[str, int]:
+        """End trajectories with what they have; their records still come, as `abort_client`. Returns counts."""
+        return await arun(calls.cancel(self._core, trajectory_ids, group_ids, batch_ids, timeout))
+
+    async def update_weights(
+        self,
+        path: Path,
+        version: int,
+        *,
+        mode: Mode = "drain",
+        drain_timeout: float = 60.0,
+        on_timeout: Literal["abort", "fail"] = "abort",
+        digest: str | None = None,
+        checksums: Mapping[str, str] | None = None,
+        force: bool = False,
+        timeout: float = 600.0,
+    ) -> WeightUpdate:
+        """Make the safetensors at `path` (on the worker's file system) serve as `version`: prepare, then commit.
+
+        mode: what becomes of turns that run at the commit; `drain` lets them end for at most `drain_timeout`
+        seconds, then they are aborted or the commit fails (`on_timeout`). digest: refuse unless the weights read
+        have it. checksums: file name -> "sha256:hex". force: allow a lower version. timeout: seconds for reading,
+        and again for copying, on top of the drain. Whatever is raised, either the old weights serve or the new.
+
+        Keep the path until the next update: after a restart the worker reads it again.
+        """
+        return await arun(
+            calls.update_weights(
+                self._core,
+                os.fspath(path),
+                version,
+                mode=mode,
+                drain_timeout=drain_timeout,
+                on_timeout=on_timeout,
+                digest=digest,
+                checksums=checksums,
+                force=force,
+                timeout=timeout,
+            )
+        )
+
+    async def prepare_weights(
+        self,
+        path: Path,
+        version: int,
+        *,
+        update_id: str | None = None,
+        checksums: Mapping[str, str] | None = None,
+        force: bool = False,
+        timeout: float = 600.0,
+    ) -> WeightsPrepared:
+        """Read and check weights while generation goes on; serve them later by `commit_weights`."""
+        return await arun(
+            calls.prepare_weights(
+                self._core,
+                os.fspath(path),
+                version,
+                update_id=update_id,
+                checksums=checksums,
+                force=force,
+                timeout=timeout,
+            )
+        )
+
+    async def commit_weights(
+        self,
+        prepared: WeightsPrepared,
+        *,
+        mode: Mode = "drain",
+        drain_timeout: float = 60.0,
+        on_timeout: Literal["abort", "fail"] = "abort",
+        digest: str | None = None,
+        timeout: float = 600.0,
+    ) -> WeightsCommitted:
+        """Make prepared weights serve. Repeating it for weights that serve already is harmless."""
+        return await arun(
+            calls.commit_weights(
+                self._core,
+                prepared,
+                mode=mode,
+                drain_timeout=drain_timeout,
+                on_timeout=on_timeout,
+                digest=digest,
+                timeout=timeout,
+            )
+        )
+
+    async def abort_weights(self, prepared: WeightsPrepared | str, *, timeout: float | None = None) -> None:
+        """Make the worker forget prepared weights (given by the reply or by the update id)."""
+        await arun(calls.abort_weights(self._core, prepared, timeout))
+
+    async def score(
+        self,
+        sequences: Sequence[Ids],
+        sampling: Sampling | None = None,
+        *,
+        sampled: Sequence[Any] | None = None,
+        timeout: float = 600.0,
+    ) -> Scored:
+        """Logprobs of given ids under a law (`rollout.client.sampling(...)`; neutral by default).
+
+        `logprobs[mode][i]` is float32[L_i], entry 0 NaN. sampled: per sequence uint8[L_i], 1 where presence and
+        frequency penalties count the id as sampled.
+        """
+        return await arun(calls.score(self._core, sequences, sampling, sampled, timeout))
+
+    async def status(self, *, timeout: float | None = None) -> WorkerStatus:
+        return await arun(calls.status(self._core, timeout))
+
+    async def ping(self, *, timeout: float | None = None) -> Pong:
+        return await arun(calls.ping(self._core, timeout))
+
+    async def pause(self, *, timeout: float | None = None) -> None:
+        """Launch no engine step until `resume`; everything stays where it is."""
+        await arun(calls.pause(self._core, timeout))
+
+    async def resume(self, *, timeout: float | None = None) -> None:
+        await arun(calls.resume(self._core, timeout))
+
+    async def drain(self, drain_timeout: float, *, timeout: float | None = None) -> dict[str, int]:
+        """Make the worker refuse new work; returns counts when nothing runs or `drain_timeout` seconds passed."""
+        return await arun(calls.drain(self._core, drain_timeout, timeout))

@@ -1,0 +1,192 @@
+"""A submitted batch, to be iterated as its trajectories end."""
+
+# ruff: noqa: ASYNC109  (both faces take `timeout`, so that a program can change from one to the other)
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Iterator, Sequence
+from types import TracebackType
+from typing import Self
+
+from protocols.errors import BadRequest, RolloutError
+from protocols.fields import Group
+from protocols.replies import TurnDone
+from protocols.requests import SubmitBatch
+from rollout.client.core import Core
+from rollout.client.ledger import Item
+from rollout.client.trajectory import Trajectory
+from rollout.client.waiting import End, Mailbox, Steps, arun, run
+
+
+class BatchView:
+    """What both faces of a batch share. Dropping the last reference to one is like `close`."""
+
+    def __init__(self, core: Core, message: SubmitBatch, mailbox: Mailbox[Item], auto_ack: bool, owner: object) -> None:
+        self.batch_id = message.batch_id
+        self.submitted: tuple[Group, ...] = message.groups
+        self._core = core
+        self._mailbox = mailbox
+        self._auto_ack = auto_ack
+        self._owner = owner  # a batch keeps its client alive
+        self._rank = {name: i for i, name in enumerate(n for group in message.groups for n in group.trajectory_ids)}
+        self._sizes = {group.id: len(group.trajectory_ids) for group in message.groups}
+        self._remote = any(group.environment.name == "remote" for group in message.groups)
+        self._partial: dict[str, list[Trajectory]] = {group.id: [] for group in message.groups}
+        self._collected: list[Trajectory] = []
+        self._one_by_one = False
+
+    def __len__(self) -> int:
+        """Trajectories submitted."""
+        return len(self._rank)
+
+    @property
+    def ended(self) -> int:
+        """Trajectories that have ended so far, yielded or not."""
+        return len(self._rank) - self._mailbox.left
+
+    def close(self) -> None:
+        """Give the rest up: cancel what runs, drop what has not been yielded. Does nothing after the last one."""
+        self._core.give_up(self.batch_id, self._mailbox)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # the interpreter may be half gone
+            self._core.give_up(self.batch_id, self._mailbox)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.batch_id!r}, {self.ended} of {len(self)} ended)"
+
+    def _next(self, in_hand: Sequence[Trajectory]) -> Steps[Trajectory | TurnDone | End]:
+        """Acknowledge what the caller has finished with, then wait for the next item."""
+        if self._auto_ack and in_hand:
+            self._core.ack([trajectory.trajectory_id for trajectory in in_hand])
+        self._core.check_usable()
+        item = yield from self._mailbox.take()
+        if isinstance(item, RolloutError):
+            raise item
+        return item
+
+    def _next_trajectory(self, in_hand: Sequence[Trajectory]) -> Steps[Trajectory | End]:
+        if self._remote:
+            raise BadRequest(
+                "this batch has trajectories in the environment 'remote': iterate events() and answer every TurnDone",
+                field="environment",
+            )
+        item = yield from self._next(in_hand)
+        assert not isinstance(item, TurnDone)
+        return item
+
+    def _next_group(self, in_hand: Sequence[Trajectory]) -> Steps[list[Trajectory] | End]:
+        if self._one_by_one:
+            raise BadRequest("trajectories of this batch were already taken one by one")
+        while True:
+            item = yield from self._next_trajectory(in_hand)
+            if isinstance(item, End):
+                return item
+            in_hand = ()
+            members = self._partial[item.group_id]
+            members.append(item)
+            if len(members) == self._sizes[item.group_id]:
+                return self._in_order(self._partial.pop(item.group_id))
+
+    def _rest(self) -> Steps[list[Trajectory]]:
+        """Collected on the batch, so that a timeout or an interrupt loses nothing: the next call goes on."""
+        while True:
+            item = yield from self._next_trajectory(())
+            if isinstance(item, End):
+                break
+            self._collected.append(item)
+        found, self._collected = self._collected, []
+        if self._auto_ack:
+            self._core.ack([trajectory.trajectory_id for trajectory in found])
+        return self._in_order(found)
+
+    def _in_order(self, trajectories: list[Trajectory]) -> list[Trajectory]:
+        return sorted(trajectories, key=lambda trajectory: self._rank[trajectory.trajectory_id])
+
+
+class Batch(BatchView):
+    """Iterate it for `Trajectory` objects as they end; the iteration stops when all have ended.
+
+    With `auto_ack` (the default) a trajectory is acknowledged when the iteration asks for the next one. An
+    abandoned iteration can be taken up again by a new one; `close` (or leaving a `with` block, or dropping the
+    batch) gives the rest up.
+
+    Iteration waits as long as the worker is alive, however long the batch takes. It raises `ConnectionLost` when no
+    worker has answered for the client's `reconnect_timeout` (the client goes on trying: iterate again to go on
+    waiting), and the error itself when the worker refused the work after a restart. A result whose arrays do not
+    fit together is raised as `Internal` in its place; the rest can still be iterated.
+    """
+
+    def __iter__(self) -> Iterator[Trajectory]:
+        in_hand: tuple[Trajectory, ...] = ()
+        while not isinstance(item := run(self._next_trajectory(in_hand)), End):
+            self._one_by_one = True
+            yield item
+            in_hand = (item,)
+
+    def events(self) -> Iterator[Trajectory | TurnDone]:
+        """Also yields each `TurnDone` of a trajectory in the environment "remote", to be answered by `continue_`."""
+        in_hand: tuple[Trajectory, ...] = ()
+        while not isinstance(item := run(self._next(in_hand)), End):
+            self._one_by_one = True
+            yield item
+            in_hand = () if isinstance(item, TurnDone) else (item,)
+
+    def groups(self) -> Iterator[list[Trajectory]]:
+        """Whole groups as each ends, its trajectories in sample order."""
+        in_hand: list[Trajectory] = []
+        while not isinstance(group := run(self._next_group(in_hand)), End):
+            yield group
+            in_hand = group
+
+    def results(self, timeout: float | None = None) -> list[Trajectory]:
+        """All that has not been yielded yet, in request order, when it has ended. Raises Timeout after `timeout`
+        seconds; nothing is lost by that."""
+        return run(self._rest(), timeout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class AsyncBatch(BatchView):
+    """`Batch` for asyncio: `async for`, and the same promises."""
+
+    async def __aiter__(self) -> AsyncIterator[Trajectory]:
+        in_hand: tuple[Trajectory, ...] = ()
+        while not isinstance(item := await arun(self._next_trajectory(in_hand)), End):
+            self._one_by_one = True
+            yield item
+            in_hand = (item,)
+
+    async def events(self) -> AsyncIterator[Trajectory | TurnDone]:
+        """Also yields each `TurnDone` of a trajectory in the environment "remote", to be answered by `continue_`."""
+        in_hand: tuple[Trajectory, ...] = ()
+        while not isinstance(item := await arun(self._next(in_hand)), End):
+            self._one_by_one = True
+            yield item
+            in_hand = () if isinstance(item, TurnDone) else (item,)
+
+    async def groups(self) -> AsyncIterator[list[Trajectory]]:
+        """Whole groups as each ends, its trajectories in sample order."""
+        in_hand: list[Trajectory] = []
+        while not isinstance(group := await arun(self._next_group(in_hand)), End):
+            yield group
+            in_hand = group
+
+    async def results(self, timeout: float | None = None) -> list[Trajectory]:
+        """All that has not been yielded yet, in request order, when it has ended. Raises Timeout after `timeout`
+        seconds; nothing is lost by that."""
+        return await arun(self._rest(), timeout)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,189 @@
+"""What every thread may call: hands requests to the I/O thread and gives futures back."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import re
+import secrets
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from protocols.codec import encode
+from protocols.errors import BadRequest, Internal, RolloutError
+from protocols.fields import Limits
+from protocols.replies import Welcome
+from protocols.requests import Continue, RequestMessage, SubmitBatch
+from rollout.client.errors import ClientClosed
+from rollout.client.ledger import Item
+from rollout.client.limits import check_size
+from rollout.client.link import Curve, Link
+from rollout.client.loop import Loop
+from rollout.client.pending import Pending
+from rollout.client.waiting import Mailbox
+
+log = logging.getLogger(__name__)
+
+FAREWELL_MS = 500
+CLOSE_S = 5.0
+ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[^\s:/]+):\d{1,5}|ipc://.+")
+
+
+class Core:
+    def __init__(
+        self,
+        address: str,
+        *,
+        name: str | None,
+        timeout: float,
+        reconnect_timeout: float,
+        session: str | None,
+        curve: Curve | None,
+    ) -> None:
+        if not ADDRESS.fullmatch(address):
+            raise BadRequest(f"must be tcp://host:port or ipc://path, not {address!r}", field="address")
+        for field, seconds in (("timeout", timeout), ("reconnect_timeout", reconnect_timeout)):
+            if not seconds > 0:
+                raise BadRequest(f"must be positive, not {seconds}", field=field)
+        self.address = address
+        self.timeout = timeout
+        self.welcome: Welcome | None = None
+        self._session = session
+        self._prefix = secrets.token_hex(4)
+        self._numbers = itertools.count()
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self._commands: deque[Callable[[Loop], None]] = deque()
+        self._ended: RolloutError | None = None
+        self._waker, wakeup = socket.socketpair()
+        self._waker.setblocking(False)
+        wakeup.setblocking(False)
+        loop = partial(
+            Loop,
+            name=name or f"{socket.gethostname()}:{os.getpid()}",
+            session=session,
+            timeout=timeout,
+            reconnect_timeout=reconnect_timeout,
+            new_id=self.new_id,
+            ack=lambda trajectory_id: self.ack([trajectory_id]),
+            published=self._publish,
+        )
+        self._thread = threading.Thread(
+            target=self._run, args=(loop, curve, wakeup), name=f"rollout-client {address}", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def session(self) -> str | None:
+        return self.welcome.session if self.welcome is not None else self._session
+
+    @property
+    def boot_id(self) -> str | None:
+        return self.welcome.boot_id if self.welcome is not None else None
+
+    def new_id(self) -> str:
+        return f"{self._prefix}-{next(self._numbers)}"
+
+    def check_usable(self) -> None:
+        """Raises ClientClosed."""
+        if os.getpid() != self._pid:
+            raise ClientClosed(
+                f"this client belongs to process {self._pid} and cannot be used in its fork {os.getpid()}:"
+                " make a client in the child, or start the child by spawn"
+            )
+        if self._ended is not None:
+            raise self._ended.with_traceback(None)
+
+    def request(self, message: RequestMessage, timeout: float) -> Future[Any]:
+        """The reply to a message, or the error that it was answered with."""
+        pending = self._pending(message, timeout)
+        self._post(lambda loop: loop.request(pending))
+        return pending.future
+
+    def submit(self, message: SubmitBatch, mailbox: Mailbox[Item], auto_ack: bool, timeout: float) -> Future[Any]:
+        """Also keeps the work; its results go to `mailbox`."""
+        pending = self._pending(message, timeout)
+        self._post(lambda loop: loop.submit(message, pending, mailbox, auto_ack))
+        return pending.future
+
+    def answer(self, message: Continue, submit_id: str, timeout: float) -> Future[Any]:
+        """Answers a turn, unless its trajectory has started again since; `submit_id` is the turn event's own id."""
+        pending = self._pending(message, timeout)
+        pending.turn = message.trajectory_id, submit_id
+        self._post(lambda loop: loop.request(pending))
+        return pending.future
+
+    def greeted(self, timeout: float) -> Future[Welcome]:
+        future: Future[Welcome] = Future()
+        self._post(lambda loop: loop.greeted(future, timeout))
+        return future
+
+    def ack(self, trajectory_ids: Sequence[str]) -> None:
+        self._post_quietly(lambda loop: loop.acknowledge(list(trajectory_ids)))
+
+    def give_up(self, batch_id: str, mailbox: Mailbox[Item]) -> None:
+        self._post_quietly(lambda loop: loop.give_up(batch_id, mailbox))
+
+    def forget_update(self, update_id: str) -> None:
+        self._post_quietly(lambda loop: loop.forget_update(update_id))
+
+    def close(self, *, cancel: bool = True) -> None:
+        if os.getpid() != self._pid:
+            return
+        self._post_quietly(lambda loop: loop.close(cancel))
+        if threading.current_thread() is not self._thread:
+            self._thread.join(CLOSE_S)
+
+    def _pending(self, message: RequestMessage, timeout: float) -> Pending:
+        if not timeout > 0:
+            raise BadRequest(f"must be positive, not {timeout}", field="timeout")
+        frames = encode(message)
+        check_size(frames, self.welcome.limits if self.welcome is not None else Limits())
+        return Pending(message, frames, Future(), time.monotonic() + timeout, timeout)
+
+    def _post(self, command: Callable[[Loop], None]) -> None:
+        with self._lock:
+            self.check_usable()
+            self._commands.append(command)
+            with contextlib.suppress(BlockingIOError):  # enough bytes wait already
+                self._waker.send(b"\0")
+
+    def _post_quietly(self, command: Callable[[Loop], None]) -> None:
+        """For what has no meaning any more once the client is closed, and for finalizers."""
+        if os.getpid() == self._pid and self._ended is None:
+            with contextlib.suppress(RolloutError):
+                self._post(command)
+
+    def _publish(self, welcome: Welcome) -> None:
+        self.welcome = welcome
+
+    # The I/O thread
+
+    def _run(self, make_loop: Callable[[Link], Loop], curve: Curve | None, wakeup: socket.socket) -> None:
+        end: RolloutError = ClientClosed("this client is closed")
+        link = Link(self.address, curve, wakeup)
+        loop = make_loop(link)
+        try:
+            loop.run(lambda: self._obey(loop))
+        except Exception as error:
+            log.exception("the client's I/O thread failed")
+            end = Internal(f"the client's I/O thread failed: {type(error).__name__}: {error}")
+        with self._lock:
+            self._ended = end
+        self._obey(loop)
+        loop.finish(end)
+        link.close(FAREWELL_MS)
+        wakeup.close()
+        self._waker.close()
+
+    def _obey(self, loop: Loop) -> None:
+        while self._commands:
+            self._commands.popleft()(loop)

@@ -1,0 +1,103 @@
+"""Events to the batches that wait for them, and acknowledgements back to the worker."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+
+from protocols.errors import BadRequest, Internal
+from protocols.fields import Record
+from protocols.replies import Reply, TrajectoryDone, TurnDone
+from protocols.requests import Ack, Cancel, RequestMessage
+from rollout.client.ledger import Arrival, Item, Ledger
+from rollout.client.trajectory import Trajectory, check_record
+from rollout.client.waiting import Mailbox
+
+log = logging.getLogger(__name__)
+
+STRIKES = 3
+"""A connection is made anew after an event that cannot be read, for the worker sends it again; so many times."""
+
+
+class Delivery:
+    """ack: what a `Trajectory` calls, on any thread. send: to the connection, if there is one."""
+
+    def __init__(self, ledger: Ledger, *, ack: Callable[[str], None], new_id: Callable[[], str]) -> None:
+        self._ledger = ledger
+        self._ack = ack
+        self._new_id = new_id
+        self._to_acknowledge: list[str] = []
+        self._to_cancel: list[str] = []
+        self._reported_bytes = 0
+        self._strikes = 0
+
+    def event(self, message: Reply) -> None:
+        if isinstance(message, TrajectoryDone):
+            self._record(message.record)
+        elif isinstance(message, TurnDone) and self._ledger.is_news(message):
+            kept = self._ledger.owner(message.trajectory_id)
+            assert kept is not None
+            kept.mailbox.put(message, ends_trajectory=False)
+
+    def _record(self, record: Record) -> None:
+        name = record.trajectory_id
+        kept = self._ledger.owner(name)
+        arrival = self._ledger.receive(name)
+        if arrival is Arrival.UNWANTED:
+            self._to_acknowledge.append(name)
+        if arrival is not Arrival.FIRST:
+            return
+        assert kept is not None
+        self._strikes = 0
+        item: Item = Trajectory(record, self._ack)
+        try:
+            check_record(record)
+            expected = kept.trajectories[name].group_id
+            if record.group_id != expected:
+                raise Internal(f"trajectory {name} came back in group {record.group_id}, not {expected}")
+        except Internal as error:
+            item = error
+        kept.mailbox.put(item, ends_trajectory=True)
+
+    def unreadable(self, error: BadRequest) -> None:
+        """An event that could not be read. The third time in a row its batch (all batches, when it is not known
+        which) is told, instead of waiting for ever."""
+        self._strikes += 1
+        log.warning("an event from the worker cannot be read: %s", error)
+        if self._strikes < STRIKES:
+            return
+        self._strikes = 0
+        kept = self._ledger.by_request(error.request_id)
+        for told in [kept] if kept is not None else self._ledger.batches.values():
+            told.mailbox.set_error(Internal(f"the worker sends an event that cannot be read: {error}"))
+
+    def acknowledge(self, trajectory_ids: Iterable[str]) -> None:
+        self._to_acknowledge += self._ledger.acknowledge(trajectory_ids)
+
+    def give_up(self, batch_id: str, mailbox: Mailbox[Item]) -> None:
+        kept = self._ledger.batches.get(batch_id)
+        if kept is None or kept.mailbox is not mailbox:
+            return
+        done, running = self._ledger.give_up(kept)
+        self._to_acknowledge += done
+        self._to_cancel += running
+
+    def worker_restarted(self) -> None:
+        self._to_acknowledge.clear()
+        self._to_cancel.clear()
+
+    def connected(self) -> None:
+        self._reported_bytes = 0
+
+    def due(self, received_bytes: int, threshold: int) -> bool:
+        return received_bytes - self._reported_bytes >= threshold
+
+    def flush(self, send: Callable[[RequestMessage], None], received_bytes: int, *, report: bool) -> None:
+        """Send what is to be acknowledged and cancelled; the count of received bytes also alone if `report`."""
+        if self._to_acknowledge or (report and received_bytes > self._reported_bytes):
+            send(Ack(id=self._new_id(), trajectory_ids=tuple(self._to_acknowledge), received_bytes=received_bytes))
+            self._to_acknowledge.clear()
+            self._reported_bytes = received_bytes
+        if self._to_cancel:
+            send(Cancel(id=self._new_id(), trajectory_ids=tuple(self._to_cancel)))
+            self._to_cancel.clear()

@@ -1,0 +1,237 @@
+"""From what a trainer holds (lists, arrays, dicts) to the messages of a submit."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import ValidationError
+
+from protocols.codec import bad_request
+from protocols.errors import BadRequest
+from protocols.fields import (
+    Budget,
+    Environment,
+    Group,
+    LogprobMode,
+    Purpose,
+    Sampling,
+    ScriptedTurn,
+    Value,
+)
+
+Ids = Sequence[int] | npt.NDArray[np.integer[Any]]
+"""Token ids: a list, a numpy array, or anything that numpy reads as one-dimensional integers."""
+
+V = TypeVar("V", bound=Value)
+
+
+def int32(ids: Any, field: str) -> npt.NDArray[np.int32]:
+    """int32[L] of token ids, copied unless they are that already. Raises BadRequest naming `field`."""
+    try:
+        array = np.asarray(ids)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise BadRequest(f"must be token ids: {error}", field=field) from None
+    if array.size == 0 and array.ndim == 1:
+        return np.zeros(0, np.int32)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise BadRequest(
+            f"must be one-dimensional integers, not {array.dtype} with {array.ndim} dimension(s)", field=field
+        )
+    if int(array.min()) < 0 or int(array.max()) >= 2**31:
+        raise BadRequest(f"ids lie in [0, 2**31), found {array.min()} .. {array.max()}", field=field)
+    return array.astype(np.int32)
+
+
+def checked(model: type[V], **fields: Any) -> V:
+    """Build a protocol value; what the model refuses is a BadRequest with the field's name."""
+    try:
+        return model(**fields)
+    except ValidationError as error:
+        raise bad_request(error) from None
+
+
+def sampling(
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
+    allowed_ids: Ids | None = None,
+    logit_bias: Mapping[int, float] | None = None,
+    seed: int | None = None,
+    max_tokens: int | None = None,
+    stop_ids: Iterable[int] = (),
+    stop: str | Sequence[str] = (),
+    ignore_eos: bool = False,
+    logprobs: LogprobMode | Sequence[LogprobMode] = "processed",
+    top_logprobs: int = 0,
+    prompt_logprobs: bool = False,
+) -> Sampling:
+    """The law of a turn (`protocols.fields.Sampling`) from plain Python values; `logit_bias` maps id to bias."""
+    bias = sorted((logit_bias or {}).items())
+    return checked(
+        Sampling,
+        temperature=float(temperature),
+        top_k=top_k,
+        top_p=float(top_p),
+        min_p=float(min_p),
+        repetition_penalty=float(repetition_penalty),
+        presence_penalty=float(presence_penalty),
+        frequency_penalty=float(frequency_penalty),
+        allowed_ids=None if allowed_ids is None else int32(allowed_ids, "allowed_ids"),
+        bias_ids=int32([i for i, _ in bias], "logit_bias") if bias else None,
+        bias_values=np.array([value for _, value in bias], np.float32) if bias else None,
+        seed=seed,
+        max_tokens=max_tokens,
+        stop_ids=tuple(stop_ids),
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        ignore_eos=ignore_eos,
+        logprobs=(logprobs,) if isinstance(logprobs, str) else tuple(logprobs),
+        top_logprobs=top_logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def turn(observation: Ids | None = None, *, glue: Ids | None = None, max_tokens: int | None = None) -> ScriptedTurn:
+    """One entry of a script: what follows a sampled turn. glue: template tokens around the observation."""
+    return checked(
+        ScriptedTurn,
+        glue=None if glue is None else int32(glue, "glue"),
+        observation=None if observation is None else int32(observation, "observation"),
+        max_tokens=max_tokens,
+    )
+
+
+class GroupMaker:
+    """`group()`: builds groups whose ids no other group of this client has."""
+
+    def __init__(self) -> None:
+        self._prefix = secrets.token_hex(4)
+        self._numbers = itertools.count()
+
+    def group(
+        self,
+        prompt_ids: Ids,
+        n: int = 1,
+        *,
+        id: str | None = None,  # noqa: A002
+        max_tokens: int | None = None,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        allowed_ids: Ids | None = None,
+        logit_bias: Mapping[int, float] | None = None,
+        seed: int | None = None,
+        stop_ids: Iterable[int] = (),
+        stop: str | Sequence[str] = (),
+        ignore_eos: bool = False,
+        logprobs: LogprobMode | Sequence[LogprobMode] = "processed",
+        top_logprobs: int = 0,
+        prompt_logprobs: bool = False,
+        environment: str | Environment | None = None,
+        config: Mapping[str, Any] | None = None,
+        script: Sequence[ScriptedTurn | Ids] | None = None,
+        max_turns: int | None = None,
+        max_total_tokens: int | None = None,
+        turn_deadline_s: float | None = None,
+        tool_deadline_s: float | None = None,
+        trajectory_deadline_s: float | None = None,
+        on_length: Literal["end", "continue"] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        purpose: Purpose = "train",
+        priority: int = 0,
+        min_version: int | None = None,
+        max_staleness: int | None = None,
+        trajectory_ids: Sequence[str] | None = None,
+        sample_indices: Sequence[int] | None = None,
+        prompt_source: Any = None,
+    ) -> Group:
+        """n samples of one prompt, to be handed to `submit`.
+
+        id: the group's; made up when None. Trajectory i is called `{id}.{i}` unless `trajectory_ids` names all.
+        script: what follows each sampled turn, token ids or `turn(observation, glue=..., max_tokens=...)`; it
+        implies the environment "scripted". environment: a name the worker knows, with its `config`, or an
+        `Environment`. The law of a turn, the budget and the rest: `protocols.fields.Sampling`, `Budget`, `Group`.
+
+        Raises BadRequest naming the field. What only the worker knows (vocabulary, limits) is checked by `submit`.
+        """
+        if n < 1:
+            raise BadRequest(f"must be at least 1, not {n}", field="n")
+        prompt = int32(prompt_ids, "prompt_ids")
+        if not len(prompt):
+            raise BadRequest("must not be empty", field="prompt_ids")
+        name = id if id is not None else f"{self._prefix}-{next(self._numbers)}"
+        names = tuple(trajectory_ids) if trajectory_ids is not None else tuple(f"{name}.{i}" for i in range(n))
+        for field, values in (("trajectory_ids", names), ("sample_indices", sample_indices)):
+            if values is not None and (len(values) != n or len(set(values)) != n):
+                raise BadRequest(f"must be {n} different values", field=field)
+        return checked(
+            Group,
+            id=name,
+            prompt=prompt,
+            trajectory_ids=names,
+            sampling=sampling(
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                min_p=min_p,
+                repetition_penalty=repetition_penalty,
+                presence_penalty=presence_penalty,
+                frequency_penalty=frequency_penalty,
+                allowed_ids=allowed_ids,
+                logit_bias=logit_bias,
+                seed=seed,
+                max_tokens=max_tokens,
+                stop_ids=stop_ids,
+                stop=stop,
+                ignore_eos=ignore_eos,
+                logprobs=logprobs,
+                top_logprobs=top_logprobs,
+                prompt_logprobs=prompt_logprobs,
+            ),
+            environment=_environment(environment, config, script),
+            budget=checked(
+                Budget,
+                max_turns=max_turns,
+                max_total_tokens=max_total_tokens,
+                turn_deadline_s=turn_deadline_s,
+                tool_deadline_s=tool_deadline_s,
+                trajectory_deadline_s=trajectory_deadline_s,
+                on_length=on_length,
+            ),
+            sample_indices=None if sample_indices is None else tuple(sample_indices),
+            prompt_source=None if prompt_source is None else np.asarray(prompt_source, np.uint8),
+            metadata=dict(metadata or {}),
+            purpose=purpose,
+            priority=priority,
+            min_version=min_version,
+            max_staleness=max_staleness,
+        )
+
+
+def _environment(
+    environment: str | Environment | None,
+    config: Mapping[str, Any] | None,
+    script: Sequence[ScriptedTurn | Ids] | None,
+) -> Environment:
+    if isinstance(environment, Environment):
+        if config is not None or script is not None:
+            raise BadRequest("an Environment holds its own config and script", field="environment")
+        return environment
+    name = environment or "scripted"
+    if script is not None and name != "scripted":
+        raise BadRequest(f"environment {name!r} takes no script", field="script")
+    entries = tuple(entry if isinstance(entry, ScriptedTurn) else turn(entry) for entry in script or ())
+    return checked(Environment, name=name, script=entries, config=dict(config or {}))

@@ -1,0 +1,320 @@
+"""The I/O thread: carries out what other threads ask for and keeps decision 15's promise over lost connections.
+
+After a restart of the worker: first the weights, then what is open, then the requests that still wait.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from protocols.codec import encode
+from protocols.errors import BadRequest, Internal, RolloutError, Timeout, from_failure
+from protocols.replies import ErrorReply, Ok, Reply, WeightsCommitted, Welcome, is_event
+from protocols.requests import AbortWeightsRequest, Cancel, PrepareWeightsRequest, RequestMessage, SubmitBatch
+from rollout.client.connection import FOREVER, Connection
+from rollout.client.delivery import Delivery
+from rollout.client.ledger import Item, Kept, Ledger
+from rollout.client.link import Link
+from rollout.client.pending import Pending, PendingTable
+from rollout.client.procedures import Procedures
+from rollout.client.restore import Weights, resubmit
+from rollout.client.waiting import Mailbox, fail, settle
+
+log = logging.getLogger(__name__)
+
+
+class Loop:
+    """Every method runs on the I/O thread. published: called with each welcome, for other threads to read."""
+
+    def __init__(
+        self,
+        link: Link,
+        *,
+        name: str,
+        session: str | None,
+        timeout: float,
+        reconnect_timeout: float,
+        new_id: Callable[[], str],
+        ack: Callable[[str], None],
+        published: Callable[[Welcome], None],
+    ) -> None:
+        self.new_id = new_id
+        self._link = link
+        self._reconnect_timeout = reconnect_timeout
+        self._published = published
+        self._connection = Connection(link, self, name=name, session=session, timeout=timeout, new_id=new_id)
+        self._ledger = Ledger()
+        self._delivery = Delivery(self._ledger, ack=ack, new_id=new_id)
+        self._weights = Weights()
+        self._pending = PendingTable()
+        self._procedures = Procedures()
+        self._greeted: list[tuple[Future[Welcome], float, float]] = []
+        self._welcome: Welcome | None = None
+        self._ready = False
+        self._fatal: RolloutError | None = None  # no worker will ever answer
+        self._blocked: RolloutError | None = None  # the worker has lost the weights and cannot read them again
+        self._notice: RolloutError | None = None  # nobody answers at present
+        self._closing = False
+        self._cancel_at_close = True
+
+    def run(self, obey: Callable[[], None]) -> None:
+        """obey: carries out what other threads have asked for."""
+        while not self._closing:
+            self._link.wait(self._next_deadline() - time.monotonic())
+            obey()
+            self._connection.advance()
+            self._tick(time.monotonic())
+            self._flush(report=False)
+        if self._cancel_at_close:
+            for kept in list(self._ledger.batches.values()):
+                self._delivery.give_up(kept.message.batch_id, kept.mailbox)
+        self._flush(report=True)
+
+    def finish(self, error: RolloutError) -> None:
+        """Tell everybody who waits that nothing more will come."""
+        for pending in self._pending.take_all():
+            fail(pending.future, error)
+        for future, _, _ in self._greeted:
+            fail(future, error)
+        self._greeted.clear()
+        self._tell_batches(error)
+
+    def _next_deadline(self) -> float:
+        greeted = min((deadline for _, deadline, _ in self._greeted), default=FOREVER)
+        return min(
+            greeted,
+            self._connection.next_deadline(),
+            self._pending.next_deadline(),
+            self._procedures.next_deadline(),
+        )
+
+    def _tick(self, now: float) -> None:
+        for pending in self._pending.take_expired(now):
+            self._expire(pending)
+        for future, _, timeout in [entry for entry in self._greeted if entry[1] <= now]:
+            fail(future, self._connection.no_worker(timeout))
+        self._greeted = [entry for entry in self._greeted if entry[1] > now]
+        self._procedures.wake(now)
+        away = now - self._connection.down_since
+        if not self._connection.up and self._fatal is None and self._notice is None and away >= self._reconnect_timeout:
+            self._notice = self._connection.no_worker(away)
+            self._tell_batches(self._notice)
+
+    # What other threads ask for
+
+    def request(self, pending: Pending) -> None:
+        if self._fatal is not None:
+            fail(pending.future, self._fatal)
+            return
+        if isinstance(pending.message, PrepareWeightsRequest):
+            self._weights.asked(pending.message)
+        self._pending.add(pending)
+        if self._ready:
+            self._send_pending(pending)
+
+    def submit(self, message: SubmitBatch, pending: Pending, mailbox: Mailbox[Item], auto_ack: bool) -> None:
+        error = self._fatal or self._blocked
+        if error is not None:
+            fail(pending.future, error)
+            return
+        try:
+            pending.kept = self._ledger.add(message, mailbox, auto_ack)
+        except RolloutError as duplicate:
+            fail(pending.future, duplicate)
+            return
+        if self._notice is not None:
+            mailbox.set_error(self._notice)
+        self.request(pending)
+
+    def greeted(self, future: Future[Welcome], timeout: float) -> None:
+        if self._fatal is not None:
+            fail(future, self._fatal)
+        elif self._welcome is not None:
+            settle(future, self._welcome)
+        else:
+            self._greeted.append((future, time.monotonic() + timeout, timeout))
+
+    def acknowledge(self, trajectory_ids: list[str]) -> None:
+        self._delivery.acknowledge(trajectory_ids)
+
+    def give_up(self, batch_id: str, mailbox: Mailbox[Item]) -> None:
+        self._delivery.give_up(batch_id, mailbox)
+
+    def forget_update(self, update_id: str) -> None:
+        self._weights.forget(update_id)
+        if self._ready:
+            self._connection.send(AbortWeightsRequest(id=self.new_id(), update_id=update_id))
+
+    def close(self, cancel: bool) -> None:
+        self._closing = True
+        self._cancel_at_close = cancel
+        if cancel and self._ledger.open_count:
+            log.warning("closed with %d trajectories open, which are cancelled", self._ledger.open_count)
+
+    # What a procedure of this thread waits for
+
+    def ask(self, message: RequestMessage) -> Future[Any]:
+        future: Future[Any] = Future()
+        pending = Pending(message, encode(message), future, FOREVER, FOREVER, internal=True)
+        self._pending.add(pending)
+        self._send_pending(pending)
+        return future
+
+    def sleep(self, seconds: float) -> Future[None]:
+        return self._procedures.sleep(seconds)
+
+    # What the connection reports
+
+    def welcomed(self, welcome: Welcome) -> None:
+        restarted = self._welcome is not None and welcome.boot_id != self._welcome.boot_id
+        if restarted or not welcome.resumed:
+            self._delivery.worker_restarted()
+            for kept in self._ledger.batches.values():
+                kept.accepted = False
+        self._welcome = welcome
+        self._delivery.connected()
+        self._published(welcome)
+        for future, _, _ in self._greeted:
+            settle(future, welcome)
+        self._greeted.clear()
+        if self._notice is not None:
+            self._clear_batches(self._notice)
+            self._notice = None
+        if self._weights.missing_from(welcome):
+            log.warning("the worker at %s serves older weights; restoring them", self._link.address)
+            self._procedures.start(self._weights.restore(self), self._weights_restored)
+        else:
+            self._weights_restored(None)
+
+    def _weights_restored(self, error: RolloutError | None) -> None:
+        """With an error, what is open waits for the next `update_weights`, and its batches say why."""
+        self._block(error)
+        self._ready = True
+        if error is None:
+            self._resubmit()
+        for pending in self._pending:
+            if pending.kept is not None and error is not None:
+                self._pending.take(pending.message.id)
+                self._ledger.forget(pending.kept)
+                fail(pending.future, error)
+            elif not pending.internal:
+                self._send_pending(pending)
+
+    def lost(self) -> None:
+        self._ready = False
+        self._procedures.stop_all()
+        self._pending.connection_lost()
+
+    def refused(self, error: RolloutError) -> None:
+        self._fatal = error
+        self.finish(error)
+
+    def received(self, message: Reply) -> None:
+        if is_event(message):
+            self._delivery.event(message)
+        elif (pending := self._pending.take(message.id)) is not None:
+            self._reply(pending, message)
+        elif isinstance(message, ErrorReply) and not message.id:
+            log.error("the worker could not read a request: %s", message.error.message)
+        window = self._welcome.limits.window_bytes if self._welcome is not None else 0
+        if self._delivery.due(self._connection.received_bytes, window // 2):
+            self._flush(report=True)
+
+    def unreadable(self, error: BadRequest) -> bool:
+        pending = self._pending.take(error.request_id)
+        if pending is None:
+            self._delivery.unreadable(error)
+            return False
+        if pending.kept is not None:
+            self.give_up(pending.kept.message.batch_id, pending.kept.mailbox)
+        fail(pending.future, Internal(f"the worker's reply cannot be read: {error}"))
+        return True
+
+    def pinged(self) -> None:
+        self._flush(report=True)
+
+    def _reply(self, pending: Pending, message: Reply) -> None:
+        if isinstance(message, ErrorReply):
+            self._error_reply(pending, message)
+            return
+        if pending.kept is not None:
+            pending.kept.accepted = True
+            if pending.future.cancelled():
+                self.give_up(pending.kept.message.batch_id, pending.kept.mailbox)
+        if isinstance(pending.message, Cancel):
+            self._ledger.cancelled(pending.message)
+        if isinstance(message, WeightsCommitted):
+            self._weights.committed(message)
+            if self._blocked is not None:
+                self._block(None)
+                self._resubmit()
+        settle(pending.future, message)
+
+    def _error_reply(self, pending: Pending, message: ErrorReply) -> None:
+        if self._answers_older_turn(pending):
+            settle(pending.future, Ok(id=message.id))
+            return
+        if pending.kept is not None:
+            self._ledger.forget(pending.kept)
+        fail(pending.future, from_failure(message.error))
+
+    # Parts of these
+
+    def _resubmit(self) -> None:
+        by_caller = [pending.kept for pending in self._pending]
+        for kept in list(self._ledger.batches.values()):
+            if not kept.accepted and kept not in by_caller:
+                self._procedures.start(
+                    resubmit(self, self._ledger, kept), lambda error, kept=kept: self._again(kept, error)
+                )
+
+    def _again(self, kept: Kept, error: RolloutError | None) -> None:
+        if error is not None:
+            log.error("batch %s was refused after a restart of the worker: %s", kept.message.batch_id, error)
+            kept.mailbox.set_error(error)
+
+    def _block(self, error: RolloutError | None) -> None:
+        if error is not None:
+            self._tell_batches(error)
+        elif self._blocked is not None:
+            self._clear_batches(self._blocked)
+        self._blocked = error
+
+    def _tell_batches(self, error: RolloutError) -> None:
+        for kept in self._ledger.batches.values():
+            kept.mailbox.set_error(error)
+
+    def _clear_batches(self, error: RolloutError) -> None:
+        for kept in self._ledger.batches.values():
+            kept.mailbox.clear_error(error)
+
+    def _expire(self, pending: Pending) -> None:
+        if pending.kept is not None and pending.sent_before:
+            self.give_up(pending.kept.message.batch_id, pending.kept.mailbox)
+        elif pending.kept is not None:
+            self._ledger.forget(pending.kept)
+        if self._connection.up:
+            what, address = type(pending.message).__name__, self._link.address
+            fail(pending.future, Timeout(f"no reply to {what} from {address} in {pending.timeout:g} s"))
+        else:
+            fail(pending.future, self._connection.no_worker(pending.timeout))
+
+    def _answers_older_turn(self, pending: Pending) -> bool:
+        """A `continue` to a trajectory that has started again since."""
+        return pending.turn is not None and self._ledger.is_stale(*pending.turn)
+
+    def _send_pending(self, pending: Pending) -> None:
+        if self._answers_older_turn(pending):
+            self._pending.take(pending.message.id)
+            settle(pending.future, Ok(id=pending.message.id))
+            return
+        pending.sent_before = True
+        self._connection.send_frames(pending.frames)
+
+    def _flush(self, *, report: bool) -> None:
+        if self._connection.up:
+            self._delivery.flush(self._connection.send, self._connection.received_bytes, report=report)

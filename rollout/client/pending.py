@@ -1,0 +1,59 @@
+"""Requests that wait for their reply, in the order they were made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from protocols.requests import RequestMessage
+from rollout.client.ledger import Kept
+
+
+@dataclass(slots=True, eq=False)
+class Pending:
+    """deadline: by the monotonic clock, `timeout` seconds after it was made. kept: of a submit. turn: of a
+    `continue`, the trajectory and the submit that the answered turn belongs to. internal: made by the I/O thread
+    for one connection, and forgotten with it."""
+
+    message: RequestMessage
+    frames: Sequence[bytes | memoryview]
+    future: Future[Any]
+    deadline: float
+    timeout: float
+    kept: Kept | None = None
+    turn: tuple[str, str] | None = None
+    internal: bool = False
+    sent_before: bool = False
+
+
+class PendingTable:
+    def __init__(self) -> None:
+        self._by_id: dict[str, Pending] = {}
+
+    def __iter__(self) -> Iterator[Pending]:
+        return iter(list(self._by_id.values()))
+
+    def add(self, pending: Pending) -> None:
+        self._by_id[pending.message.id] = pending
+
+    def take(self, request_id: str) -> Pending | None:
+        return self._by_id.pop(request_id, None)
+
+    def take_all(self) -> list[Pending]:
+        pending, self._by_id = list(self._by_id.values()), {}
+        return pending
+
+    def connection_lost(self) -> None:
+        self._by_id = {name: pending for name, pending in self._by_id.items() if not pending.internal}
+
+    def take_expired(self, now: float) -> list[Pending]:
+        """Those whose time is up or whose waiter has gone."""
+        expired = [p for p in self._by_id.values() if p.deadline <= now or p.future.cancelled()]
+        for pending in expired:
+            del self._by_id[pending.message.id]
+        return expired
+
+    def next_deadline(self) -> float:
+        return min((pending.deadline for pending in self._by_id.values()), default=float("inf"))

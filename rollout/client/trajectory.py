@@ -1,0 +1,221 @@
+"""One ended trajectory as a trainer reads it: a view over the received record, whose lengths were checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from protocols.errors import Internal
+from protocols.fields import (
+    SOURCE_PREFIX,
+    SOURCE_SAMPLED,
+    Failure,
+    Purpose,
+    Record,
+    Sampling,
+    Segment,
+    Status,
+    Times,
+    TrajectoryReason,
+    Truncation,
+    Turn,
+)
+
+
+class Trajectory:
+    """All fields of `record` (`protocols.fields.Record`), and the arrays of its last segment.
+
+    `token_ids` int32[L], `source` uint8[L], `logprobs` float32[L], `loss_mask` uint8[L]: whole sequence, no shift;
+    `logprobs[i]` scores `token_ids[i]` given `token_ids[:i]`. Unless history was rewritten there is one segment.
+    Arrays are read-only views of the received bytes: copy them before writing, or to keep a few tokens of a big
+    result alive for long.
+
+    `ack()` tells the worker that this result is safe here; by default the iterator that yielded it does so.
+    """
+
+    __slots__ = ("_ack", "record")
+
+    def __init__(self, record: Record, ack: Callable[[str], None]) -> None:
+        self.record = record
+        self._ack = ack
+
+    def ack(self) -> None:
+        """Let the worker forget this result. Repeating it does nothing."""
+        self._ack(self.record.trajectory_id)
+
+    @property
+    def trajectory_id(self) -> str:
+        return self.record.trajectory_id
+
+    @property
+    def group_id(self) -> str:
+        return self.record.group_id
+
+    @property
+    def batch_id(self) -> str:
+        return self.record.batch_id
+
+    @property
+    def sample_index(self) -> int:
+        return self.record.sample_index
+
+    @property
+    def status(self) -> Status:
+        return self.record.status
+
+    @property
+    def finish_reason(self) -> TrajectoryReason:
+        return self.record.finish_reason
+
+    @property
+    def ok(self) -> bool:
+        """Ended by itself or by a budget: `completed` or `truncated`."""
+        return self.record.status in ("completed", "truncated")
+
+    @property
+    def reward(self) -> float | None:
+        return self.record.reward
+
+    @property
+    def rewards(self) -> dict[str, float]:
+        return self.record.rewards
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        return self.record.metadata
+
+    @property
+    def sampling(self) -> Sampling:
+        """Every effective value of the law, the drawn seed included."""
+        return self.record.sampling
+
+    @property
+    def error(self) -> Failure | None:
+        return self.record.error
+
+    @property
+    def truncation(self) -> Truncation | None:
+        return self.record.truncation
+
+    @property
+    def times(self) -> Times:
+        return self.record.times
+
+    @property
+    def wall_s(self) -> float:
+        return self.record.wall_s
+
+    @property
+    def purpose(self) -> Purpose:
+        return self.record.purpose
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        return self.record.segments
+
+    @property
+    def segment(self) -> Segment:
+        """The last segment: the sequence as it stood when the trajectory ended."""
+        return self.record.segments[-1]
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """Turns of all segments, in order."""
+        return tuple(turn for segment in self.record.segments for turn in segment.turns)
+
+    @property
+    def token_ids(self) -> npt.NDArray[np.int32]:
+        return self.segment.token_ids
+
+    @property
+    def source(self) -> npt.NDArray[np.uint8]:
+        return self.segment.source
+
+    @property
+    def logprobs(self) -> npt.NDArray[np.float32]:
+        return self.segment.logprobs
+
+    @property
+    def loss_mask(self) -> npt.NDArray[np.uint8]:
+        return self.segment.loss_mask
+
+    @property
+    def weight_versions(self) -> npt.NDArray[np.int64]:
+        """int64[k, 2]: runs of (version, count) over the sampled tokens in order."""
+        return self.segment.weight_versions
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens before the first sampled turn of the last segment; all of them when nothing was sampled."""
+        turns = self.segment.turns
+        return turns[0].start if turns else len(self.segment.token_ids)
+
+    @property
+    def prompt_ids(self) -> npt.NDArray[np.int32]:
+        return self.segment.token_ids[: self.prompt_len]
+
+    @property
+    def response_ids(self) -> npt.NDArray[np.int32]:
+        """Everything after the first turn's prompt: sampled tokens, glue and observations."""
+        return self.segment.token_ids[self.prompt_len :]
+
+    @property
+    def response_mask(self) -> npt.NDArray[np.uint8]:
+        """1 where the token is to be trained on."""
+        return self.segment.loss_mask[self.prompt_len :]
+
+    @property
+    def response_logprobs(self) -> npt.NDArray[np.float32]:
+        """0.0 wherever the token was not sampled."""
+        return self.segment.logprobs[self.prompt_len :]
+
+    @property
+    def token_versions(self) -> npt.NDArray[np.int64]:
+        """int64[L]: the weight version that sampled each token of the last segment, -1 where none did."""
+        versions = np.full(len(self.token_ids), -1, np.int64)
+        runs = self.weight_versions
+        versions[self.source == SOURCE_SAMPLED] = np.repeat(runs[:, 0], runs[:, 1])
+        return versions
+
+    @property
+    def weight_version_min(self) -> int | None:
+        """The oldest version that sampled a token of any segment; None when nothing was sampled."""
+        return min((int(s.weight_versions[:, 0].min()) for s in self.segments if len(s.weight_versions)), default=None)
+
+    @property
+    def weight_version_max(self) -> int | None:
+        return max((int(s.weight_versions[:, 0].max()) for s in self.segments if len(s.weight_versions)), default=None)
+
+    def __repr__(self) -> str:
+        return (
+            f"Trajectory({self.trajectory_id!r}, {self.status}, {self.finish_reason}, {len(self.token_ids)} tokens,"
+            f" {len(self.turns)} turn(s), reward={self.reward})"
+        )
+
+
+def check_record(record: Record) -> None:
+    """Refuse what the model of the message cannot know to be wrong. Raises Internal: it is the worker's fault.
+
+    Lengths were checked when the record was decoded (`protocols.fields.Segment`).
+    """
+    for index, segment in enumerate(record.segments):
+        not_sampled = segment.source != SOURCE_SAMPLED
+        first = segment.turns[0].start if segment.turns else len(segment.token_ids)
+        problem = None
+        if (segment.source > SOURCE_PREFIX).any():
+            problem = "source holds an unknown value"
+        elif segment.loss_mask[not_sampled].any() or (segment.loss_mask > 1).any():
+            problem = "loss_mask is set where nothing was sampled"
+        elif segment.logprobs[not_sampled].any():
+            problem = "logprobs are set where nothing was sampled"
+        elif (segment.weight_versions[:, 1] < 0).any() or (segment.kv_versions[:, 1] < 0).any():
+            problem = "a run of versions has a negative length"
+        elif segment.prompt_logprobs is not None and len(segment.prompt_logprobs) != first:
+            problem = f"prompt_logprobs has {len(segment.prompt_logprobs)} entries for {first} tokens"
+        if problem is not None:
+            raise Internal(
+                f"trajectory {record.trajectory_id}: {problem}", field=f"segments[{index}]", scope="trajectory"
+            )
