@@ -3,7 +3,6 @@
 # ruff: noqa: ASYNC109  (both faces take `timeout`, so that a program can change from one to the other)
 from __future__ import annotations
 
-import asyncio
 import os
 import weakref
 from collections.abc import Mapping, Sequence
@@ -64,6 +63,8 @@ class AsyncRolloutClient(GroupMaker):
         """End the connection. Open work is cancelled, with a warning in the log that says how much; with
         `cancel=False` it goes on in the worker, for a later client with this `session`, as long as the worker's
         client timeout allows. Whoever still waits gets ClientClosed. Repeating it does nothing."""
+        import asyncio
+
         await asyncio.to_thread(self._core.close, cancel=cancel)
 
     @property

@@ -210,7 +210,8 @@ def update_weights(
         )
 
 
-def abort_weights(core: Core, update_id: str, timeout: float | None) -> Steps[None]:
+def abort_weights(core: Core, prepared: WeightsPrepared | str, timeout: float | None) -> Steps[None]:
+    update_id = prepared if isinstance(prepared, str) else prepared.update_id
     yield from _call(core, checked(AbortWeightsRequest, id=core.new_id(), update_id=update_id), Ok, timeout)
 
 

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from protocols.codec import encode
@@ -268,11 +269,9 @@ class Loop:
         by_caller = [pending.kept for pending in self._pending]
         for kept in list(self._ledger.batches.values()):
             if not kept.accepted and kept not in by_caller:
-                self._procedures.start(
-                    resubmit(self, self._ledger, kept), lambda error, kept=kept: self._again(kept, error)
-                )
+                self._procedures.start(resubmit(self, self._ledger, kept), partial(self._resubmitted, kept))
 
-    def _again(self, kept: Kept, error: RolloutError | None) -> None:
+    def _resubmitted(self, kept: Kept, error: RolloutError | None) -> None:
         if error is not None:
             log.error("batch %s was refused after a restart of the worker: %s", kept.message.batch_id, error)
             kept.mailbox.set_error(error)

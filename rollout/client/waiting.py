@@ -7,7 +7,6 @@ A procedure is a generator that yields the futures it waits for (`Steps[T]`). `r
 # ruff: noqa: ASYNC109  (both faces take `timeout`, so that a program can change from one to the other)
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import threading
 import time
@@ -43,28 +42,25 @@ def run(steps: Steps[T], timeout: float | None = None) -> T:
 
 async def arun(steps: Steps[T], timeout: float | None = None) -> T:
     """Run a procedure to its end, awaiting. Raises Timeout when it takes longer than `timeout` seconds."""
+    import asyncio  # a tenth of a second that only those pay who have a loop anyway
+
     try:
         async with asyncio.timeout(timeout):
-            return await _arun(steps)
+            future = next(steps)
+            while True:
+                try:
+                    value = await asyncio.wrap_future(future)
+                except BaseException as error:
+                    future = steps.throw(error)
+                else:
+                    future = steps.send(value)
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
     except TimeoutError as error:
         if isinstance(error, Timeout):
             raise
         raise Timeout(f"not finished after {timeout:g} s") from None
-
-
-async def _arun(steps: Steps[T]) -> T:
-    try:
-        future = next(steps)
-        while True:
-            try:
-                value = await asyncio.wrap_future(future)
-            except BaseException as error:
-                future = steps.throw(error)
-            else:
-                future = steps.send(value)
-    except StopIteration as stop:
-        result: T = stop.value
-        return result
 
 
 def settle(future: Future[T], result: T) -> None:
