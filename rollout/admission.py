@@ -1,0 +1,144 @@
+"""Which accepted trajectories may start: room for their largest possible record is taken first.
+
+Nothing accepted is ever dropped for lack of room: it waits, in order of priority and age. A result gives back what it
+did not need when it ends, and the rest when the client has acknowledged it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING
+
+from protocols.errors import Overloaded
+from protocols.fields import Group, Record
+
+if TYPE_CHECKING:
+    from rollout.batches import Member
+
+RECORD_OVERHEAD = 4096
+"""Bytes reserved for the header of a record, beside its arrays, its turns and its metadata."""
+TURN_BYTES = 512
+"""Bytes of one turn in a header, generously."""
+TURN_TOKENS = 16
+"""Tokens of an average turn, at least, where `max_turns` does not bound their number."""
+
+ARRAYS = (
+    "token_ids",
+    "source",
+    "logprobs",
+    "loss_mask",
+    "weight_versions",
+    "kv_versions",
+    "prompt_logprobs",
+    "top_ids",
+    "top_logprobs",
+)
+
+
+class Admission:
+    """result_bytes: records kept until acknowledged, running ones at their largest. at_once: trajectories running.
+
+    max_waiting: accepted trajectories that have not started; more are refused.
+    """
+
+    def __init__(self, *, result_bytes: int, at_once: int, max_waiting: int) -> None:
+        self._result_bytes = result_bytes
+        self._at_once = at_once
+        self._max_waiting = max_waiting
+        self._ready: list[tuple[int, int, Member]] = []
+        self._too_new: list[tuple[int, int, Member]] = []
+        self.reserved_bytes = 0
+        self.running = 0
+        self.waiting = 0
+        self.stalls = 0
+
+    def check(self, count: int) -> None:
+        """Raises Overloaded if `count` more cannot wait."""
+        if self.waiting + count > self._max_waiting:
+            raise Overloaded(
+                f"{self.waiting} trajectories wait already and {count} more exceed {self._max_waiting}: "
+                "submit again when results have come back"
+            )
+
+    def queue(self, member: Member) -> None:
+        self.waiting += 1
+        heapq.heappush(self._ready, (-member.group.spec.priority, member.order, member))
+
+    def next(self, version: int) -> Member | None:
+        """The next trajectory to start under weights of `version`, its room taken. None: it has to wait."""
+        while self._too_new and self._too_new[0][0] <= version:
+            member = heapq.heappop(self._too_new)[2]
+            heapq.heappush(self._ready, (-member.group.spec.priority, member.order, member))
+        while self._ready:
+            member = self._ready[0][2]
+            needed = member.group.spec.min_version
+            if member.started:
+                heapq.heappop(self._ready)
+            elif needed is not None and needed > version:
+                heapq.heappop(self._ready)
+                heapq.heappush(self._too_new, (needed, member.order, member))
+            elif self.running >= self._at_once:
+                return None
+            elif self.reserved_bytes + member.group.largest > self._result_bytes:
+                self.stalls += 1
+                return None
+            else:
+                heapq.heappop(self._ready)
+                self.start(member, member.group.largest)
+                return member
+        return None
+
+    def start(self, member: Member, nbytes: int) -> None:
+        """A waiting trajectory starts, out of turn perhaps, and takes `nbytes` of room."""
+        self.waiting -= 1
+        self.running += 1
+        self.keep(member, nbytes)
+
+    def ended(self, member: Member, nbytes: int) -> None:
+        """A started trajectory has its record, of `nbytes`."""
+        self.running -= 1
+        self.keep(member, nbytes)
+
+    def keep(self, member: Member, nbytes: int) -> None:
+        """From now on `member` occupies `nbytes`; 0 when its result is acknowledged or dropped."""
+        self.reserved_bytes += nbytes - member.reserved
+        member.reserved = nbytes
+
+
+def longest(group: Group, max_context: int) -> int:
+    """Tokens of the longest trajectory that a sample of `group` can become."""
+    limit = min(max_context, group.budget.max_total_tokens or max_context)
+    if group.environment.name != "scripted" or group.sampling.max_tokens is None:
+        return limit
+    length = len(group.prompt) + group.sampling.max_tokens
+    for turn in group.environment.script:
+        length += sum(len(ids) for ids in (turn.glue, turn.observation) if ids is not None)
+        length += turn.max_tokens or group.sampling.max_tokens
+    return min(limit, length)
+
+
+def largest_record(group: Group, max_context: int) -> int:
+    """Bytes of the largest record that a sample of `group` can become."""
+    length, prompt = longest(group, max_context), len(group.prompt)
+    sampled = max(0, length - prompt)
+    per_token = 4 + 1 + 4 + 1 + 4 * (len(group.sampling.logprobs) - 1)
+    turns = len(group.environment.script) + 1
+    if group.environment.name != "scripted":
+        turns = min(group.budget.max_turns or sampled, sampled // TURN_TOKENS + 1)
+    return (
+        RECORD_OVERHEAD
+        + length * per_token
+        + prompt * 4 * group.sampling.prompt_logprobs
+        + sampled * 8 * group.sampling.top_logprobs
+        + turns * TURN_BYTES
+    )
+
+
+def record_bytes(record: Record) -> int:
+    """Bytes that a record occupies until it is acknowledged."""
+    arrays = 0
+    for segment in record.segments:
+        values = [getattr(segment, name) for name in ARRAYS]
+        values += segment.more_logprobs.values()
+        arrays += sum(value.nbytes for value in values if value is not None) + TURN_BYTES * len(segment.turns)
+    return RECORD_OVERHEAD + arrays

@@ -1,0 +1,105 @@
+"""What of a valid message this worker cannot do: looked at as a whole before anything of it is accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from protocols.errors import BadRequest, PromptTooLong
+from protocols.fields import Environment, Group, Limits, ModelInfo, Sampling
+from protocols.requests import Score, SubmitBatch
+from rollout.admission import largest_record
+
+CAPABILITIES = ("scripted", "remote", "plugins", "score", "drain", "abort")
+"""What `welcome` lists. Refused by name until listed: early_cut, resume, sleep, keep_kv, recompute_kv."""
+
+Ids = npt.NDArray[np.integer]
+
+
+def lacking(capability: str, field: str | None = None) -> BadRequest:
+    return BadRequest(f"this worker lacks the capability {capability!r}; it has {', '.join(CAPABILITIES)}", field=field)
+
+
+def check_submit(
+    submit: SubmitBatch, *, model: ModelInfo, limits: Limits, resolve: Callable[[Environment], object]
+) -> None:
+    """Raises BadRequest or PromptTooLong with the path of the first field that cannot be. resolve: see Registry."""
+    for field in ("groups_needed", "min_complete"):
+        if getattr(submit, field) is not None:
+            raise lacking("early_cut", field)
+    if submit.surplus != "keep":
+        raise lacking("early_cut", "surplus")
+    if submit.resume:
+        raise lacking("resume", "resume")
+    for i, group in enumerate(submit.groups):
+        try:
+            _check_group(group, model, limits, resolve)
+        except (BadRequest, PromptTooLong) as error:
+            raise type(error)(error.message, field=f"groups[{i}].{error.field}") from None
+
+
+def check_score(score: Score, *, model: ModelInfo) -> None:
+    """Raises BadRequest or PromptTooLong."""
+    for i, ids in enumerate(score.sequences):
+        if len(ids) > model.max_context:
+            raise PromptTooLong(f"has {len(ids)} tokens, more than {model.max_context}", field=f"sequences[{i}]")
+        _check_ids(ids, f"sequences[{i}]", model)
+    _check_sampling(score.sampling, model)
+
+
+def _check_group(group: Group, model: ModelInfo, limits: Limits, resolve: Callable[[Environment], object]) -> None:
+    length = len(group.prompt)
+    if length >= model.max_context:
+        raise PromptTooLong(
+            f"{length} tokens leave no room for a sampled one in a context of {model.max_context}", field="prompt"
+        )
+    total = group.budget.max_total_tokens
+    if total is not None and total <= length:
+        raise BadRequest(f"{total} leaves no room after a prompt of {length}", field="budget.max_total_tokens")
+    _check_ids(group.prompt, "prompt", model)
+    _check_sampling(group.sampling, model)
+    try:
+        resolve(group.environment)
+    except BadRequest as error:
+        raise BadRequest(error.message, field="environment.name") from None
+    for k, turn in enumerate(group.environment.script):
+        for name, ids in (("glue", turn.glue), ("observation", turn.observation)):
+            if ids is not None:
+                _check_ids(ids, f"environment.script[{k}].{name}", model)
+    largest = largest_record(group, model.max_context)
+    for limit in ("result_bytes", "max_message"):
+        if largest > getattr(limits, limit):
+            raise BadRequest(
+                f"the largest possible record, {largest} bytes, exceeds {limit}, {getattr(limits, limit)}: "
+                "lower max_total_tokens or top_logprobs",
+                field="budget.max_total_tokens",
+            )
+
+
+def _check_sampling(sampling: Sampling, model: ModelInfo) -> None:
+    for field, ids in _ids_of(sampling):
+        _check_ids(ids, f"sampling.{field}", model)
+    if sampling.stop and model.tokenizer_hash is None:
+        raise BadRequest("the checkpoint has no tokenizer.json: stop with stop_ids", field="sampling.stop")
+    if sampling.allowed_ids is not None and len(sampling.allowed_ids) == 0:
+        raise BadRequest("allows no id", field="sampling.allowed_ids")
+    if sampling.bias_ids is not None and len(np.unique(sampling.bias_ids)) < len(sampling.bias_ids):
+        raise BadRequest("names an id twice", field="sampling.bias_ids")
+
+
+def _ids_of(sampling: Sampling) -> Iterator[tuple[str, Ids]]:
+    if sampling.allowed_ids is not None:
+        yield "allowed_ids", sampling.allowed_ids
+    if sampling.bias_ids is not None:
+        yield "bias_ids", sampling.bias_ids
+    yield "stop_ids", np.array(sampling.stop_ids, np.int64)
+
+
+def _check_ids(ids: Ids, field: str, model: ModelInfo) -> None:
+    if len(ids) and not 0 <= ids.min() <= ids.max() < model.vocab_size:
+        at = int(np.flatnonzero((ids < 0) | (ids >= model.vocab_size))[0])
+        raise BadRequest(
+            f"id {ids[at]} at {at} lies outside of the vocabulary, 0 to {model.vocab_size - 1}", field=field
+        )

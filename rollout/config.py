@@ -1,0 +1,110 @@
+"""The worker's options: one model that the command line, the environment (and later a file) fill in.
+
+Each field's `json_schema_extra` says which group of `--help` it belongs to and its unit.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from protocols.fields import Limits
+from rollout.curve import is_local
+
+UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def parse_bytes(value: Any) -> Any:
+    """`512M`, `2GiB`, `1073741824`: bytes, in powers of 1024."""
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", value.strip(), re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"{value!r} is no size: write 512M, 2GiB or a number of bytes")
+    return int(float(match[1]) * UNITS[match[2].upper()])
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+def option(default: Any, group: str, description: str, *, unit: str = "", **limits: Any) -> Any:
+    return Field(default, description=description, json_schema_extra={"group": group, "unit": unit}, **limits)
+
+
+class WorkerConfig(BaseSettings):
+    """Raises ValidationError, naming the option. What is not given is read from ROLLOUT_WORKER_<OPTION>."""
+
+    model_config = SettingsConfigDict(env_prefix="ROLLOUT_WORKER_", frozen=True, extra="forbid")
+
+    weights: Path = option(..., "model", "checkpoint directory (safetensors, config.json, tokenizer.json)")
+    device: Literal["cpu"] = option("cpu", "model", "where the model runs")
+    dtype: Literal["float32", "bfloat16"] = option("float32", "model", "of weights and KV cache")
+    weight_version: int = option(0, "model", "version of the weights loaded at start", ge=-(2**63), lt=2**63)
+
+    max_context: int | None = option(
+        None, "engine", "longest trajectory; without it the checkpoint's, at most 4096", unit="tokens", gt=1
+    )
+    max_running: int = option(64, "engine", "requests in one step", unit="requests", gt=0)
+    max_step_tokens: int = option(2048, "engine", "tokens computed in one step", unit="tokens", gt=0)
+    kv_tokens: int | None = option(
+        None, "engine", "KV cache; without it every running request fits, in half of free memory", unit="tokens", gt=0
+    )
+    kv_memory: Bytes | None = option(None, "engine", "KV cache, instead of --kv-tokens", unit="bytes, or 2GiB")
+    prefix_cache: bool = option(True, "engine", "share the KV of equal prefixes")
+    overlap: bool = option(True, "engine", "launch a step before the result of the one before is read")
+
+    bind: str = option("tcp://127.0.0.1:5555", "address", "ZeroMQ address; port 0 is chosen by the system")
+    curve_secret: Path | None = option(
+        None, "address", "CURVE key file (.key_secret) of the worker; required beyond this machine"
+    )
+    curve_clients: Path | None = option(
+        None, "address", "directory of the .key files of clients to let in; without it all that know our public key"
+    )
+    heartbeat_timeout: Seconds = option(
+        60.0, "address", "a host that has gone silent on the network is disconnected after this", unit="s"
+    )
+    ready_file: Path | None = option(None, "address", "write address, process id and boot id here, as JSON, when ready")
+
+    client_timeout: Seconds = option(
+        3.0, "clients", "work of a client whose connection is gone is kept this long, then cancelled", unit="s"
+    )
+    max_trajectories: int = option(1024, "clients", "trajectories run at once; the others wait", gt=0)
+    max_waiting: int = option(65536, "clients", "trajectories that may wait; more are refused as overloaded", gt=0)
+    result_memory: Bytes = option(
+        2 * 2**30, "clients", "results kept until acknowledged, running ones at their largest", unit="bytes, or 2GiB"
+    )
+    window: Bytes = option(4 * 2**20, "clients", "results on their way to one client", unit="bytes, or 4MiB")
+
+    env: tuple[str, ...] = option((), "environments", "name=module:Class of an environment; may be repeated")
+
+    drain_timeout: Seconds = option(30.0, "shutdown", "running work may go on after SIGTERM", unit="s")
+    ack_timeout: Seconds = option(1.5, "shutdown", "then results may take to be delivered and acknowledged", unit="s")
+    log_level: Literal["debug", "info", "warning", "error"] = option(
+        "info", "shutdown", "least severe log line written"
+    )
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> WorkerConfig:
+        if self.kv_tokens is not None and self.kv_memory is not None:
+            raise ValueError("--kv-tokens and --kv-memory say the same thing: give one of them")
+        if self.curve_clients is not None and self.curve_secret is None:
+            raise ValueError("--curve-clients needs --curve-secret")
+        if self.curve_secret is None and not is_local(self.bind):
+            raise ValueError(
+                f"--bind {self.bind} can be reached from other machines: give --curve-secret (a key pair is made by "
+                "python -c \"import zmq.auth; zmq.auth.create_certificates('.', 'worker')\"), or bind 127.0.0.1"
+            )
+        if self.max_step_tokens < self.max_running:
+            raise ValueError(
+                f"--max-step-tokens {self.max_step_tokens} must be at least --max-running {self.max_running}"
+            )
+        return self
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(window_bytes=self.window, result_bytes=self.result_memory)

@@ -1,0 +1,58 @@
+"""CURVE: who may connect from elsewhere. Key files are those that `zmq.auth.create_certificates` writes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import zmq
+import zmq.auth
+from zmq.auth.thread import ThreadAuthenticator
+
+
+@dataclass(frozen=True, slots=True)
+class CurveKeys:
+    """The worker's key pair. clients: directory of `*.key` files of clients let in; None lets in whoever knows the
+    worker's public key."""
+
+    public: bytes
+    secret: bytes
+    clients: Path | None = None
+
+    @staticmethod
+    def load(secret_file: Path, clients: Path | None = None) -> CurveKeys:
+        """Raises ValueError, saying what is wrong with the files."""
+        try:
+            public, secret = zmq.auth.load_certificate(secret_file)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{secret_file} is no CURVE key file: {error}") from None
+        if secret is None:
+            raise ValueError(f"{secret_file} holds no secret key: give the .key_secret file")
+        if clients is not None and not any(clients.glob("*.key")):
+            raise ValueError(f"{clients} holds no *.key file of a client")
+        return CurveKeys(public, secret, clients)
+
+    def guard(self, context: zmq.Context[zmq.Socket[bytes]]) -> ThreadAuthenticator:
+        """Start checking client keys for the context's sockets; the caller stops it."""
+        authenticator = ThreadAuthenticator(context)
+        authenticator.start()
+        authenticator.configure_curve(
+            domain="*", location=str(self.clients) if self.clients else zmq.auth.CURVE_ALLOW_ANY
+        )
+        return authenticator
+
+    def protect(self, socket: zmq.Socket[bytes]) -> None:
+        """Before bind: encrypt, and prove to clients who this worker is."""
+        socket.curve_server = True
+        socket.curve_publickey = self.public
+        socket.curve_secretkey = self.secret
+
+
+def is_local(address: str) -> bool:
+    """Can only processes of this machine reach the address?"""
+    parts = urlsplit(address)
+    if parts.scheme in ("ipc", "inproc"):
+        return True
+    host = parts.hostname or ""
+    return host in ("localhost", "::1") or host.startswith("127.")

@@ -1,0 +1,283 @@
+"""The worker: one socket, one engine, one event loop, from ready to the last result delivered."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import importlib.metadata
+import logging
+import secrets
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import zmq
+
+from engine.handle import EngineHandle
+from protocols.codec import decode_request, encode
+from protocols.errors import BadRequest, ShuttingDown
+from protocols.fields import Failure, Limits, ModelInfo, Record, Times
+from protocols.replies import Pong, ReplyMessage, TurnDone, WorkerStatus
+from rollout.admission import Admission
+from rollout.async_engine import AsyncEngine
+from rollout.batches import Batches
+from rollout.channel import Channel
+from rollout.environments.base import Rewards, TextCodec
+from rollout.environments.registry import Registry
+from rollout.handlers import Handlers, as_error_reply
+from rollout.rollout import Rollout
+from rollout.score import Scorer
+from rollout.sessions import Session, Sessions
+from rollout.trajectory import End, Trajectory, TrajectorySpec
+from rollout.weights import WeightUpdates
+
+log = logging.getLogger(__name__)
+
+PING_S = 1.0
+"""How often each client's connection is looked at."""
+LINGER_S = 0.3
+"""How long frames already handed to libzmq may take to leave at the very end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What this worker serves. weight_version, weight_digest: of what was loaded at start."""
+
+    model: ModelInfo
+    weight_version: int
+    weight_digest: str
+    environments: Registry
+    tokenizer: TextCodec | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Seconds. client: an unreachable client's work is kept. drain: running work gets at shutdown.
+
+    ack: after that, for results to be delivered and acknowledged and the engine to stop.
+    """
+
+    client: float = 3.0
+    drain: float = 30.0
+    ack: float = 1.5
+
+
+class Service:
+    """handle: an engine not yet started. at_once, max_waiting: see Admission."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        handle: EngineHandle,
+        served: Served,
+        *,
+        limits: Limits,
+        timeouts: Timeouts,
+        at_once: int,
+        max_waiting: int,
+    ) -> None:
+        self.boot_id = secrets.token_hex(8)
+        self.version = _version()
+        self.model = served.model
+        self.environments = served.environments
+        self.limits = limits.model_copy(update={"max_context": served.model.max_context})
+        self.engine = AsyncEngine(handle)
+        self.paused = self.draining = self.stopping = False
+        self._channel = channel
+        self._tokenizer = served.tokenizer
+        self._timeouts = timeouts
+        self._started = time.monotonic()
+        self._stop = asyncio.Event()
+        self.weights = WeightUpdates(
+            self.engine,
+            version=served.weight_version,
+            digest=served.weight_digest,
+            on_commit=lambda: self.batches.admit(),
+        )
+        self.batches = Batches(
+            Admission(result_bytes=limits.result_bytes, at_once=at_once, max_waiting=max_waiting),
+            launch=self._launch,
+            untouched=self._untouched,
+            version=lambda: self.weights.version,
+            max_context=served.model.max_context,
+        )
+        self.scorer = Scorer(self.engine, served.model)
+        self.sessions = Sessions(self._send, limits=limits, client_timeout=timeouts.client, on_expired=self._expired)
+        self._handlers = Handlers(self)
+        self._unreadable = 0
+        self._undeliverable = 0
+        self._gone = 0
+        self._cut_off = 0
+        self._told_unreadable = 0
+
+    @property
+    def now(self) -> float:
+        return time.monotonic()
+
+    async def run(self, on_ready: Callable[[], None]) -> bool:
+        """Serve until `stop` or the engine's death, then drain. False: the engine died."""
+        await self.engine.start()
+        death = asyncio.get_running_loop().create_task(self.engine.wait_died())
+        stop = asyncio.get_running_loop().create_task(self._stop.wait())
+        self._channel.start(self._receive)
+        on_ready()
+        tick = asyncio.get_running_loop().create_task(self._tick())
+        try:
+            await asyncio.wait((death, stop), return_when=asyncio.FIRST_COMPLETED)
+            alive = self.engine.died is None
+            if not alive:
+                log.critical("the engine died: %s", death.result().message)
+            await self._wind_down()
+            return alive
+        finally:
+            for task in (death, stop, tick):
+                task.cancel()
+            self._channel.close(LINGER_S)
+
+    def stop(self) -> None:
+        """Begin to drain: `run` returns when that is done."""
+        self._stop.set()
+
+    async def _wind_down(self) -> None:
+        self.stopping = True
+        timeouts = self._timeouts
+        self.batches.end_all("abort_shutdown", waiting_only=True)
+        # A dead or paused engine finishes nothing.
+        await _within(self.batches.idle.wait(), 0.0 if self.engine.died or self.paused else timeouts.drain)
+        end = self.now + timeouts.ack
+        self.batches.end_all("abort_shutdown")
+        await _within(self.batches.idle.wait(), timeouts.ack / 2)
+        await _within(self.batches.acknowledged.wait(), end - self.now)
+        if left := self.batches.results:
+            log.warning("%d results were not acknowledged before the end", left)
+        for connection in self.sessions.connections:
+            for task, request_id in tuple(connection.calls.items()):
+                task.cancel()
+                self.refuse(connection.peer, request_id, ShuttingDown("the worker shut down before this was done"))
+        if not await self.engine.close(max(0.2, end - self.now)):
+            log.warning("the engine did not stop in time")
+
+    def _launch(self, spec: TrajectorySpec, on_turn: Callable[[TurnDone], None]) -> Rollout:
+        return Rollout(
+            spec,
+            engine=self.engine,
+            environment=self.environments.resolve(spec.group.environment),
+            model=self.model,
+            on_turn=on_turn,
+            tokenizer=self._tokenizer,
+        )
+
+    def _untouched(self, spec: TrajectorySpec, failure: Failure) -> Record:
+        waited = 0.0 if spec.accepted is None else self.now - spec.accepted
+        end = End("error", failure=failure)
+        return Trajectory(spec, self.model).to_record(end, Times(queue=waited), waited, Rewards())
+
+    # Messages in and out.
+
+    def _receive(self, peer: bytes, frames: list[zmq.Frame]) -> None:
+        try:
+            request = decode_request([frame.buffer for frame in frames], self.limits)
+        except BadRequest as error:
+            self._unreadable += 1
+            if error.request_id or self.sessions.connection(peer) is not None:
+                self.refuse(peer, error.request_id, error)
+            return
+        self._handlers.handle(peer, request)
+
+    def reply(self, peer: bytes, message: ReplyMessage) -> None:
+        if not self._send(peer, encode(message)):
+            self._undeliverable += 1
+            log.warning("the %s to request %r reached nobody", type(message).__name__, message.id)
+
+    def refuse(self, peer: bytes, request_id: str, error: Exception) -> None:
+        self.reply(peer, as_error_reply(request_id, error))
+
+    def pong(self, request_id: str) -> Pong:
+        return Pong(id=request_id, boot_id=self.boot_id, weight_version=self.weights.version)
+
+    def _send(self, peer: bytes, frames: list[bytes | memoryview]) -> bool:
+        if self._channel.send(peer, frames):
+            return True
+        self.sessions.gone(peer)
+        return False
+
+    # Once a second.
+
+    async def _tick(self) -> None:
+        ping = encode(self.pong(""))
+        while True:
+            await asyncio.sleep(PING_S)
+            try:
+                self.sessions.check(self.now, partial(self._channel.send, frames=ping))
+                if self._unreadable > self._told_unreadable:
+                    log.warning("%d messages could not be read", self._unreadable - self._told_unreadable)
+                    self._told_unreadable = self._unreadable
+            except Exception:
+                log.exception("the look at the clients failed")
+
+    def _expired(self, session: Session) -> None:
+        self._gone += 1
+        self.weights.forget(session.token)
+        unfinished = self.batches.expire(session)
+        self._cut_off += unfinished
+        log.warning("client %r is gone: %d trajectories cancelled", session.client, unfinished)
+
+    # What the worker says of itself.
+
+    @property
+    def state(self) -> Literal["ready", "paused", "updating", "draining", "dead"]:
+        if self.engine.died is not None:
+            return "dead"
+        if self.stopping or self.draining:
+            return "draining"
+        if self.weights.committing:
+            return "updating"
+        return "paused" if self.paused else "ready"
+
+    def status(self, request_id: str) -> WorkerStatus:
+        return WorkerStatus(
+            id=request_id,
+            state=self.state,
+            boot_id=self.boot_id,
+            uptime_s=time.monotonic() - self._started,
+            weight_version=self.weights.version,
+            weight_digest=self.weights.digest,
+            trajectories_running=self.batches.admission.running,
+            trajectories_waiting=self.batches.admission.waiting,
+            results_unacknowledged=self.batches.results,
+            sessions=len(self.sessions),
+            engine={name: float(value) for name, value in dataclasses.asdict(self.engine.stats).items()},
+            wire=self._wire(),
+        )
+
+    def _wire(self) -> dict[str, float]:
+        senders = [connection.sender for connection in self.sessions.connections]
+        return {
+            "rx_bytes": self._channel.rx_bytes,
+            "tx_bytes": self._channel.tx_bytes,
+            "queue_depth": sum(sender.depth for sender in senders),
+            "window_stalls": sum(sender.stalls for sender in senders),
+            "credit_stalls": self.batches.admission.stalls,
+            "reserved_bytes": self.batches.admission.reserved_bytes,
+            "unreadable": self._unreadable,
+            "undeliverable": self._undeliverable,
+            "clients_gone": self._gone,
+            "trajectories_cut_off": self._cut_off,
+            "results_dropped": self.batches.results_dropped,
+        }
+
+
+async def _within(awaitable: Coroutine[Any, Any, Any], seconds: float) -> None:
+    """Wait, but no longer than that."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(awaitable, seconds)
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("rollout-worker")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,98 @@
+"""From a configuration to a worker that serves, and down again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.handle import EngineHandle
+from rollout.channel import BindError, Channel
+from rollout.config import WorkerConfig
+from rollout.curve import CurveKeys
+from rollout.service import Served, Service, Timeouts
+
+log = logging.getLogger(__name__)
+
+
+class StartError(Exception):
+    """The worker cannot start; the message says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """handle: not started. summary: lines that say what was loaded."""
+
+    handle: EngineHandle
+    served: Served
+    summary: tuple[str, ...]
+
+
+def run_worker(config: WorkerConfig, load: Callable[[WorkerConfig], Loaded]) -> int:
+    """Bind, load, serve until a signal comes, drain. Returns the exit code; raises StartError."""
+    # The address first: that it is taken should not be learned after a minute of loading.
+    try:
+        curve = CurveKeys.load(config.curve_secret, config.curve_clients) if config.curve_secret else None
+        channel = Channel(
+            config.bind, max_frame=config.limits.max_frame, heartbeat_timeout=config.heartbeat_timeout, curve=curve
+        )
+    except (BindError, ValueError) as error:
+        raise StartError(str(error)) from None
+    try:
+        loaded = load(config)
+        return asyncio.run(_serve(config, channel, loaded))
+    finally:
+        channel.close(linger=0.0)
+
+
+async def _serve(config: WorkerConfig, channel: Channel, loaded: Loaded) -> int:
+    service = Service(
+        channel,
+        loaded.handle,
+        loaded.served,
+        limits=config.limits,
+        timeouts=Timeouts(config.client_timeout, config.drain_timeout, config.ack_timeout),
+        at_once=config.max_trajectories,
+        max_waiting=config.max_waiting,
+    )
+    _catch_signals(service)
+
+    def ready() -> None:
+        for line in loaded.summary:
+            print(line)
+        print(f"ready address={channel.address} pid={os.getpid()} boot_id={service.boot_id}", flush=True)
+        if config.ready_file is not None:
+            write_ready_file(config.ready_file, address=channel.address, boot_id=service.boot_id)
+
+    return 0 if await service.run(ready) else 1
+
+
+def _catch_signals(service: Service) -> None:
+    """The first SIGTERM or SIGINT drains, the next one exits at once."""
+    seen = 0
+
+    def caught(number: signal.Signals) -> None:
+        nonlocal seen
+        seen += 1
+        if seen > 1:
+            log.warning("%s again: leaving at once", number.name)
+            logging.shutdown()
+            os._exit(128 + number)
+        log.info("%s: draining", number.name)
+        service.stop()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, caught, number)
+
+
+def write_ready_file(path: Path, *, address: str, boot_id: str) -> None:
+    """All of it or nothing: whoever waits for the file never reads half of one."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps({"address": address, "pid": os.getpid(), "boot_id": boot_id}))
+    partial.replace(path)

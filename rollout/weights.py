@@ -1,0 +1,193 @@
+"""Weight updates as clients see them: prepared once, committed once, however often the request arrives."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from engine.step import WeightsInfo
+from protocols.errors import BadRequest, WeightsBusy, WeightsInvalid
+from protocols.replies import WeightsCommitted, WeightsPrepared
+from protocols.requests import AbortWeightsRequest, CommitWeightsRequest, PrepareWeightsRequest
+from rollout.async_engine import AsyncEngine
+from rollout.checks import lacking
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Update:
+    """One update on its way. owner: session that prepared it. committing: set from its first commit on."""
+
+    request: PrepareWeightsRequest
+    owner: str
+    prepared: asyncio.Task[WeightsInfo]
+    committing: asyncio.Task[WeightsCommitted] | None = None
+
+    def same(self, request: PrepareWeightsRequest) -> bool:
+        return self.request.model_copy(update={"id": request.id}) == request
+
+
+class WeightUpdates:
+    """One update at a time. A retry joins what its first try began, and finds the last commit after its end.
+
+    on_commit: called after each commit, once the new version serves.
+    """
+
+    def __init__(self, engine: AsyncEngine, *, version: int, digest: str, on_commit: Callable[[], None]) -> None:
+        self._engine = engine
+        self._on_commit = on_commit
+        self._update: Update | None = None
+        self._last: WeightsCommitted | None = None
+        self.version = version
+        self.digest = digest
+        self.commits = 0
+        self.failures = 0
+
+    @property
+    def committing(self) -> bool:
+        return self._update is not None and self._update.committing is not None
+
+    async def prepare(self, request: PrepareWeightsRequest, owner: str) -> WeightsPrepared:
+        """Raises WeightsInvalid, WeightsIncomplete, WeightsBusy, BadRequest (a version that goes back)."""
+        if self._update is None or not self._update.same(request):
+            if request.version < self.version and not request.force:
+                raise BadRequest(
+                    f"version {request.version} is below the serving one, {self.version}: set force to go back",
+                    field="version",
+                )
+            self._make_room(request, owner)
+            task = asyncio.get_running_loop().create_task(self._prepare(request))
+            task.add_done_callback(_look)
+            self._update = Update(request, owner, task)
+        preparing = self._update.prepared
+        try:
+            info = await asyncio.shield(preparing)
+        except asyncio.CancelledError:
+            if not preparing.cancelled():
+                raise
+            raise WeightsInvalid(f"update {request.update_id!r} was aborted", field="update_id") from None
+        return WeightsPrepared(
+            id=request.id,
+            update_id=request.update_id,
+            version=request.version,
+            digest=info.digest,
+            bytes=info.nbytes,
+            load_s=info.seconds,
+        )
+
+    async def commit(self, request: CommitWeightsRequest) -> WeightsCommitted:
+        """Raises WeightsBusy (another update, or the drain timed out with "fail"), WeightsInvalid, BadRequest."""
+        if request.mode in ("keep_kv", "recompute_kv"):
+            raise lacking(request.mode, "mode")
+        if (last := self._committed(request)) is not None:
+            return last
+        update = self._update
+        if update is None or update.request.update_id != request.update_id:
+            if self.committing:
+                raise WeightsBusy("another update is being committed")
+            raise BadRequest(f"no update {request.update_id!r} is prepared", field="update_id")
+        if not update.prepared.done():
+            raise WeightsBusy(f"update {request.update_id!r} is still being prepared")
+        digest = update.prepared.result().digest
+        if request.version != update.request.version:
+            raise BadRequest(f"was prepared as version {update.request.version}", field="version")
+        if request.digest is not None and request.digest != digest:
+            raise WeightsInvalid(f"prepare found {digest}, not {request.digest}", field="digest")
+        if update.committing is None:
+            update.committing = asyncio.get_running_loop().create_task(self._commit(update, request))
+            update.committing.add_done_callback(_look)
+        done = await asyncio.shield(update.committing)
+        return done.model_copy(update={"id": request.id})
+
+    def abort(self, request: AbortWeightsRequest) -> bool:
+        """Forget an update. False: there was none of that id. Raises WeightsBusy while it is being committed."""
+        update = self._update
+        if update is None or update.request.update_id != request.update_id:
+            return False
+        if update.committing is not None:
+            raise WeightsBusy(f"update {request.update_id!r} is being committed")
+        self._discard(update)
+        return True
+
+    def forget(self, owner: str) -> None:
+        """The session is gone: nobody is left to commit what it prepared."""
+        update = self._update
+        if update is not None and update.owner == owner and update.committing is None:
+            self._discard(update)
+
+    def _make_room(self, request: PrepareWeightsRequest, owner: str) -> None:
+        update = self._update
+        if update is None:
+            return
+        name = update.request.update_id
+        if update.committing is not None or not update.prepared.done():
+            raise WeightsBusy(f"update {name!r} is under way")
+        if update.owner != owner:
+            raise WeightsBusy(f"update {name!r} of another session is prepared: commit it or abort it first")
+        if name == request.update_id:
+            raise WeightsBusy(f"update {name!r} is prepared with other content: abort it or choose another id")
+        # The same session gave its earlier update up, or lost track of it.
+        self._discard(update)
+
+    def _discard(self, update: Update) -> None:
+        self._update = None
+        update.prepared.cancel()
+        self._engine.discard_weights(update.request.update_id)
+
+    def _committed(self, request: CommitWeightsRequest) -> WeightsCommitted | None:
+        last = self._last
+        if last is None or (last.update_id, last.version) != (request.update_id, request.version):
+            return None
+        if request.digest is not None and request.digest != last.digest:
+            raise WeightsInvalid(f"update {request.update_id!r} was committed as {last.digest}", field="digest")
+        return last.model_copy(update={"id": request.id})
+
+    async def _prepare(self, request: PrepareWeightsRequest) -> WeightsInfo:
+        try:
+            info = await self._engine.prepare_weights(
+                request.update_id, request.path, request.version, request.checksums
+            )
+        except BaseException:
+            self.failures += 1
+            if self._update is not None and self._update.request is request:
+                self._update = None
+            raise
+        log.info("weights %s prepared from %s in %.2f s: %s", request.version, request.path, info.seconds, info.digest)
+        return info
+
+    async def _commit(self, update: Update, request: CommitWeightsRequest) -> WeightsCommitted:
+        try:
+            committed = await self._engine.commit_weights(
+                request.update_id,
+                "drain" if request.mode == "drain" else "abort",
+                request.drain_timeout_s or 0.0,
+                request.on_drain_timeout,
+            )
+        except BaseException:
+            # The update stays prepared: the commit may be tried again, or the update aborted.
+            self.failures += 1
+            update.committing = None
+            raise
+        self._update = None
+        self.version, self.digest = request.version, committed.info.digest
+        self.commits += 1
+        self._last = WeightsCommitted(
+            id=request.id,
+            update_id=request.update_id,
+            version=request.version,
+            digest=self.digest,
+            paused_s=committed.paused,
+        )
+        log.info("weights %s serve after a pause of %.3f s: %s", self.version, committed.paused, self.digest)
+        self._on_commit()
+        return self._last
+
+
+def _look(task: asyncio.Task[Any]) -> None:
+    """Whoever asked may be gone: the error is then nobody's."""
+    if not task.cancelled():
+        task.exception()
