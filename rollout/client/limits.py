@@ -51,4 +51,6 @@ def check_size(frames: Sequence[bytes | memoryview], limits: Limits) -> None:
         if value > limit:
             raise BadRequest(f"the message exceeds {name}: {value} bytes, the worker takes {limit}; split it")
     if len(sizes) - 1 > limits.max_blobs:
-        raise BadRequest(f"the message has {len(sizes) - 1} arrays, the worker takes {limits.max_blobs}; split it")
+        raise BadRequest(
+            f"the message exceeds max_blobs: {len(sizes) - 1} arrays, the worker takes {limits.max_blobs}; split it"
+        )

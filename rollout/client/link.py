@@ -14,6 +14,8 @@ from enum import Enum
 
 import zmq
 
+from protocols.errors import BadRequest
+
 HEARTBEAT_IVL_MS = 1000
 HEARTBEAT_TIMEOUT_MS = 3000
 HANDSHAKE_TIMEOUT_MS = 5000
@@ -46,17 +48,17 @@ class Curve:
     def of(server_key: str | None, public_key: str | None, secret_key: str | None) -> Curve | None:
         if server_key is None:
             if public_key is not None or secret_key is not None:
-                raise ValueError("curve_server_key is missing")
+                raise BadRequest("is missing", field="curve_server_key")
             return None
         if (public_key is None) != (secret_key is None):
-            raise ValueError("curve_public_key and curve_secret_key come together")
+            raise BadRequest("comes with curve_secret_key", field="curve_public_key")
         if public_key is None or secret_key is None:
             public, secret = zmq.curve_keypair()
         else:
             public, secret = public_key.encode(), secret_key.encode()
         for key in (server_key.encode(), public, secret):
             if len(key) != 40:
-                raise ValueError("a curve key is 40 characters of Z85 text")
+                raise BadRequest("is 40 characters of Z85 text", field="curve key")
         return Curve(server_key.encode(), public, secret)
 
 

@@ -30,7 +30,8 @@ def run(steps: Steps[T], timeout: float | None = None) -> T:
             try:
                 value = future.result(None if deadline is None else max(0.0, deadline - time.monotonic()))
             except BaseException as error:
-                if isinstance(error, TimeoutError) and not future.done():
+                future.cancel()  # a no-op unless the wait itself was broken off
+                if isinstance(error, TimeoutError) and future.cancelled():
                     error = Timeout(f"not finished after {timeout:g} s")
                 future = steps.throw(error)
             else:
