@@ -113,7 +113,7 @@ class OpaqueSpec:
     def _check(self, value: Any, info: ValidationInfo) -> dict[str, Any]:
         received = info.context if isinstance(info.context, Received) else None
         if not isinstance(value, dict):
-            refuse(value.why if isinstance(value, Bad) else f"must be a map, not {type(value).__name__}")
+            refuse(value.why if isinstance(value, Bad) else "must be a map")
         copy = _Plain(received.limits if received else None).copy(value, "", 1)
         assert isinstance(copy, dict)
         if received and len(msgpack.packb(copy)) > received.limits.max_metadata:
@@ -148,7 +148,7 @@ class _Plain:
                 refuse("must lie between -2**63 and 2**64 - 1", at)
             return value
         if not isinstance(value, dict | list | tuple):
-            refuse(value.why if isinstance(value, Bad) else f"must not hold a {_kind(value)}", at)
+            refuse(value.why if isinstance(value, Bad) else f"must not hold {_kind(value)}", at)
         if depth > self.deepest:
             refuse(f"is nested deeper than max_nesting, {self.deepest}")
         if not isinstance(value, dict):
@@ -172,7 +172,7 @@ def _utf8_size(text: str, at: str) -> int:
 
 
 def _kind(value: Any) -> str:
-    return "array" if isinstance(value, BlobRef | np.ndarray) else type(value).__name__
+    return "an array" if isinstance(value, BlobRef | np.ndarray) else f"a {type(value).__name__}"
 
 
 Opaque = Annotated[dict[str, Any], OpaqueSpec()]

@@ -55,7 +55,7 @@ def encode(message: Value) -> list[bytes | memoryview]:
             return value.item()
         raise TypeError(f"{type(value).__name__} cannot be sent")
 
-    header = msgpack.packb(message.model_dump(), default=pack)
+    header = msgpack.packb(message.model_dump(warnings=False), default=pack)
     return [header, *blobs]
 
 

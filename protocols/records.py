@@ -115,8 +115,9 @@ class Segment(Value):
         for at, runs in ((".weight_versions", self.weight_versions), (".kv_versions", self.kv_versions)):
             if runs.shape[1] != 2:
                 refuse(f"must be [k, 2], not {list(runs.shape)}", at)
-            if int(runs[:, 1].sum()) != sampled:
-                refuse(f"covers {int(runs[:, 1].sum())} of {sampled} sampled tokens", at)
+            counts = runs[:, 1]
+            if ((counts < 0) | (counts > sampled)).any() or counts.sum() != sampled:
+                refuse(f"must count {sampled} sampled tokens in all", at)
         if (self.top_ids is None) != (self.top_logprobs is None):
             refuse("top_ids and top_logprobs come together", ".top_logprobs")
         if self.top_ids is not None and self.top_logprobs is not None:
