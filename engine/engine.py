@@ -20,12 +20,13 @@ from engine.check import check_request
 from engine.config import EngineConfig
 from engine.errors import DuplicateRequest
 from engine.handle import EngineStats
-from engine.request import BoolArray, Completion, Failure, FinishReason, IntArray, Request
+from engine.request import Completion, Failure, FinishReason, IntArray, Request
+from engine.results import live_results
 from engine.scheduler import OutOfBlocks, Scheduled, Scheduler
 from engine.sequence import PausableClock, Phase, PhaseTimes
 from engine.sequence import Sequence as Live
-from engine.step import EMPTY_SUPPORT, NONFINITE, Runner, StepOutput, Ticket
-from engine.stop import StopIds, StringMatcher
+from engine.step import EMPTY_SUPPORT, Runner, Ticket
+from engine.stop import StopChecks, StringMatcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class Engine:
         self._clock = clock
         self._pauses = PausableClock()
         self._scheduler = Scheduler(config, runner.num_blocks)
-        self._stop_ids = StopIds(runner.vocab_size)
+        self._stops = StopChecks(config.max_running, runner.vocab_size)
         self._live: dict[str, Live] = {}
         self._flights: deque[Flight] = deque()
         self._ended: list[Completion] = []
@@ -211,7 +212,7 @@ class Engine:
     def _preempt(self, sequence: Live) -> None:
         assert sequence.slot is not None
         self._totals.preemptions_total += 1
-        self._stop_ids.remove(sequence.slot)
+        self._stops.end(sequence.slot)
         self._scheduler.preempt(sequence)
         self._enter_phase(sequence, "preempted")
 
@@ -222,88 +223,39 @@ class Engine:
             self._totals.prompt_tokens_total += sequence.prompt_len
             self._totals.cached_prompt_tokens_total += sequence.cached_tokens
         sequence.version = self.weight_version
-        self._stop_ids.add(sequence.slot, sequence.request.stop.ids)
+        self._stops.start(sequence.slot, sequence.request.stop.ids, sequence.matcher)
         self._enter_phase(sequence, "prefill")
 
     def _finish(self, flight: Flight) -> None:
         """Read the results of a launched step: append tokens, publish blocks, end what is over."""
-        output, scheduled = flight.ticket.wait(), flight.scheduled
-        plan, table = scheduled.plan, self._scheduler.table
-        self._scheduler.step_done(plan.step)
-        live = table.stint[plan.slots] == scheduled.stints
-        self._totals.wasted_rows_total += len(live) - int(live.sum())
-        computed = plan.context_lens + plan.query_lens
-
-        rows = np.flatnonzero(plan.samples)
-        flags = np.zeros(len(live), np.uint8)
-        flags[rows] = output.flags
-        flags[self._take_scores(scheduled, output, live)] = NONFINITE
-        failed = live & (flags != 0)
-        good = live & ~failed
-
-        slots, positions = plan.slots[rows], computed[rows]
-        kept = np.flatnonzero(good[rows]).astype(np.int32)
-        table.record(slots[kept], positions[kept], output.token_ids[kept], output.logprobs[:, kept])
-        self._totals.sampled_tokens_total += len(kept)
-        self._scheduler.publish(plan.slots[good], computed[good])
-        self._append_alternatives(output, slots, kept)
-
-        for row in np.flatnonzero(failed).tolist():
-            self._fail(self._owner(plan.slots[row]), int(flags[row]))
-        for row, chunk in enumerate(scheduled.chunks, plan.num_decode):
-            if chunk.last and good[row]:
-                self._prefill_done(chunk.sequence)
-        self._end_complete(slots[kept], positions[kept], output.token_ids[kept])
+        scheduler, plan = self._scheduler, flight.scheduled.plan
+        output = flight.ticket.wait()
+        scheduler.step_done(plan.step)
+        results = live_results(flight.scheduled, output, scheduler.table)
+        self._totals.wasted_rows_total += plan.num_rows - results.num_live
+        self._totals.sampled_tokens_total += len(results.slots)
+        scheduler.table.record(results.slots, results.positions, results.token_ids, results.logprobs)
+        scheduler.publish(results.computed_slots, results.computed)
+        for sequence, flags in results.failed:
+            self._fail(sequence, flags)
+        for sequence in results.prefilled:
+            scheduler.prefill_done(sequence)
+            self._enter_phase(sequence, "decode")
+            if sequence.budget == 0:
+                self._end(sequence, "length")
+        self._end_complete(results.slots, results.positions, results.token_ids)
 
     def _end_complete(self, slots: IntArray, positions: IntArray, token_ids: IntArray) -> None:
-        """End the rows whose new token is a stop id, completes a stop string, or is the last of the budget."""
+        """End the rows whose new token stops them or is the last of their budget."""
         table = self._scheduler.table
-        at_stop_id = self._stop_ids.hits(slots, token_ids)
-        over = at_stop_id | (positions == table.last_position[slots])
-        strings: dict[int, bytes] = {}
-        for i in np.flatnonzero(table.has_strings[slots]).tolist():
-            matcher = self._owner(slots[i]).matcher
-            assert matcher is not None
-            match = matcher.push(int(token_ids[i]))
-            if match is not None:
-                strings[i] = match
-                over[i] = True
-        for i in np.flatnonzero(over).tolist():
-            sequence = self._owner(slots[i])
-            if at_stop_id[i]:
-                self._end(sequence, "stop", stop=int(token_ids[i]))
-            elif i in strings:
-                self._end(sequence, "stop", stop=strings[i])
+        stops = self._stops.check(slots, token_ids)
+        full = np.flatnonzero(positions == table.last_position.take(slots)).tolist()
+        over = [(table.owner(slots[i]), stops.get(i)) for i in sorted({*full, *stops})]
+        for sequence, stop in over:
+            if stop is not None:
+                self._end(sequence, "stop", stop=stop)
             else:
                 self._end(sequence, "context_overflow" if sequence.overflow else "length")
-
-    def _append_alternatives(self, output: StepOutput, slots: IntArray, kept: IntArray) -> None:
-        for i in kept[self._scheduler.table.has_top[slots[kept]]].tolist():
-            sequence = self._owner(slots[i])
-            assert output.top_ids is not None
-            assert output.top_logprobs is not None
-            k = sequence.request.top_logprobs
-            sequence.top.append((output.top_ids[i, :k].copy(), output.top_logprobs[i, :k].copy()))
-
-    def _take_scores(self, scheduled: Scheduled, output: StepOutput, live: BoolArray) -> list[int]:
-        """Keep the prompt logprobs of live rows; returns the rows where one that was asked for is NaN."""
-        bad = []
-        for wanted, scores in zip(scheduled.plan.scores, output.scores, strict=True):
-            chunk = scheduled.chunks[wanted.row - scheduled.plan.num_decode]
-            if live[wanted.row] and not chunk.sequence.add_scores(chunk.start, scores):
-                bad.append(wanted.row)
-        return bad
-
-    def _prefill_done(self, sequence: Live) -> None:
-        self._scheduler.prefill_done(sequence)
-        self._enter_phase(sequence, "decode")
-        if sequence.budget == 0:
-            self._end(sequence, "length")
-
-    def _owner(self, slot: np.int32) -> Live:
-        sequence = self._scheduler.table.sequences[slot]
-        assert sequence is not None
-        return sequence
 
     def _fail(self, sequence: Live, flags: int) -> None:
         self._totals.nonfinite_total += 1
@@ -316,7 +268,7 @@ class Engine:
         """The one way out: leave slot and queues, and say how it ended."""
         self._close_version_run(sequence)
         if sequence.slot is not None:
-            self._stop_ids.remove(sequence.slot)
+            self._stops.end(sequence.slot)
         elif not sequence.started:
             sequence.version = self.weight_version
         self._scheduler.remove(sequence, trusted=error is None)

@@ -61,6 +61,7 @@ class EngineLoop:
         self._clock = clock
         self._completions: list[Completion] = []
         self._reported_at = clock()
+        self._reported = engine.stats()
 
     def run(self) -> None:
         try:
@@ -117,13 +118,18 @@ class EngineLoop:
             self._completions.append(refusal(request, Failure(error.code, error.message, error.field)))
 
     def _report(self) -> None:
+        """Deliver what there is to say, and the gauges before going to sleep or once in a while."""
         weights, completions, now = self._updates.take_reports(), self._completions, self._clock()
-        if completions or weights or now - self._reported_at >= REPORT_EVERY:
-            self._completions, self._reported_at = [], now
-            self._deliver(Report(tuple(completions), tuple(weights), self._engine.stats()))
+        if not completions and not weights and now - self._reported_at < REPORT_EVERY and self._engine.has_work:
+            return
+        stats = self._engine.stats()
+        if completions or weights or stats != self._reported:
+            self._completions, self._reported_at, self._reported = [], now, stats
+            self._deliver(Report(tuple(completions), tuple(weights), stats))
 
     def _die(self, failure: Failure) -> None:
         """Answer for everything that was promised, then for whatever still comes, until `Close`."""
+        self._updates.abandon(failure)
         ended = self._completions + self._engine.take_ended()
         ended += [refusal(request, failure) for request in self._engine.live_requests()]
         self._deliver(Report(tuple(ended), tuple(self._updates.take_reports()), self._engine.stats(), failure))

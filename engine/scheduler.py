@@ -17,7 +17,7 @@ from engine.block_pool import BlockPool
 from engine.config import BLOCK_SIZE, EngineConfig
 from engine.request import IntArray
 from engine.sequence import Sequence
-from engine.slots import Int64Array, SlotTable
+from engine.slots import Int64Array, SlotTable, slots_of
 from engine.step import ScoreChunk, SlotStart, StepPlan
 
 
@@ -43,10 +43,14 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """A plan with what is needed to read its results. stints: int64[R], `SlotTable.stint` of each row."""
+    """A plan with what is needed to read its results.
+
+    stints: int64[R], `SlotTable.stint` of each row. computed: int32[R], positions with KV after the step.
+    """
 
     plan: StepPlan
     stints: Int64Array
+    computed: IntArray
     admitted: tuple[Sequence, ...]
     chunks: tuple[Chunk, ...]
 
@@ -104,12 +108,13 @@ class Scheduler:
 
     def plan(self, step: int) -> Scheduled | None:
         """The next step, or None when no row can run. Raises OutOfBlocks before anything is changed."""
-        decode = self.table.decoding()
-        short = self.table.short_of_block(decode)
+        table, decoding = self.table, self.table.decoding()
+        short = table.short_of_block(decoding)
         if len(short) > self.pool.num_free:
             raise OutOfBlocks
         if len(short):
-            self.table.append_blocks(short, self.pool.allocate(len(short)))
+            table.append_blocks(short, self.pool.allocate(len(short)))
+        decode = slots_of(decoding)
         budget = self._config.max_step_tokens - len(decode)
         chunks = []
         for sequence in self._prefilling:
@@ -139,17 +144,10 @@ class Scheduler:
         """Offer the whole blocks of finished rows, `computed` positions of each, to the prefix cache."""
         if not self._config.prefix_cache:
             return
-        table, full = self.table, computed // BLOCK_SIZE
-        for i in np.flatnonzero(full > table.hashed[slots]).tolist():
-            slot, end = int(slots[i]), int(full[i])
-            first = int(table.hashed[slot])
-            table.hashed[slot] = end
-            sequence = table.sequences[slot]
-            assert sequence is not None
+        for slot, number, block, ids in self.table.take_unhashed(slots, computed):
+            sequence = self.table.owner(slot)
             if sequence.epoch == self.epoch:
-                keys = sequence.block_keys(first, end, table.ids[slot], self.epoch)
-                for block, key in zip(table.blocks[slot, first:end].tolist(), keys, strict=True):
-                    self.pool.publish(block, key)
+                self.pool.publish(block, sequence.block_key(number, ids))
 
     def prefill_done(self, sequence: Sequence) -> None:
         """Its last chunk is finished and published: siblings that waited for it may go."""
@@ -185,10 +183,10 @@ class Scheduler:
 
     def _hits(self, sequence: Sequence) -> list[int]:
         """Blocks of its longest cached prefix; the last id is always computed anew."""
-        if not self._config.prefix_cache or sequence.to_score:
+        if not self._config.prefix_cache:
             return []
-        whole = (len(sequence.ids) - 1) // BLOCK_SIZE
-        return self.pool.find(sequence.block_keys(0, whole, sequence.ids, self.epoch))
+        whole = 0 if sequence.to_score else (len(sequence.ids) - 1) // BLOCK_SIZE
+        return self.pool.find(sequence.prefix_keys(whole, self.epoch))
 
     def _gains_by_waiting(self, sequence: Sequence, num_hits: int) -> bool:
         """Is the first block that it misses one that a sibling is about to publish?"""
@@ -198,8 +196,8 @@ class Scheduler:
         shared = min((len(sequence.ids) - 1) // BLOCK_SIZE, len(leader.ids) // BLOCK_SIZE)
         if num_hits >= shared:
             return False
-        mine, theirs = (s.block_keys(num_hits, num_hits + 1, s.ids, self.epoch) for s in (sequence, leader))
-        return mine == theirs
+        mine, theirs = (s.prefix_keys(num_hits + 1, self.epoch) for s in (sequence, leader))
+        return mine[-1] == theirs[-1]
 
     def _chunk(self, sequence: Sequence, budget: int) -> Chunk:
         slot = sequence.slot
@@ -220,7 +218,7 @@ class Scheduler:
             query_lens[len(decode) :] = [c.size for c in chunks]
             samples[len(decode) :] = [c.last and c.sequence.budget > 0 for c in chunks]
             token_ids = np.concatenate([c.sequence.ids[c.start : c.start + c.size] for c in chunks])
-        context_lens = table.computed[slots]
+        context_lens = table.computed.take(slots)
         computed = context_lens + query_lens
         block_indptr, block_ids = table.gather_blocks(slots, computed)
         table.computed[slots] = computed
@@ -242,7 +240,7 @@ class Scheduler:
                 if chunk.sequence.to_score
             ),
         )
-        return Scheduled(plan, table.stint[slots], admitted, chunks)
+        return Scheduled(plan, table.stint.take(slots), computed, admitted, chunks)
 
     def _vacate(self, sequence: Sequence, trusted: bool) -> None:
         """Empty its slot; its blocks are free once the last step that has its row is done."""

@@ -66,7 +66,7 @@ class PhaseTimes:
 class Sequence:
     """A live request. While it holds a slot, its ids and logprobs are in the slot's rows (slots.py).
 
-    ids: int32[n], every id known when it last had no slot. logprobs: float32[3, sampled so far], likewise.
+    ids: int32[n], every id known when it last had no slot. logprobs: float32[sampled so far, 3], likewise.
     budget: sampled tokens at most; overflow: the budget was cut by the context limit, not by max_tokens.
     epoch, version: commit epoch and weight version at the last admission, hence those of the KV it holds.
     """
@@ -80,7 +80,7 @@ class Sequence:
         self.overflow = request.max_tokens > room
         self.slot: int | None = None
         self.ids: IntArray = request.token_ids
-        self.logprobs: FloatArray = np.empty((3, 0), np.float32)
+        self.logprobs: FloatArray = np.empty((0, 3), np.float32)
         self.top: list[tuple[IntArray, FloatArray]] = []
         self.scores: FloatArray | None = None
         self.num_scored = 0
@@ -121,19 +121,23 @@ class Sequence:
         mask[: self.prompt_len] = False if self.request.sampled is None else self.request.sampled
         return mask
 
-    def block_keys(self, first: int, end: int, ids: IntArray, epoch: int) -> list[bytes]:
-        """Keys of the whole blocks [first, end) of `ids` (known that far) under the weights of `epoch`."""
+    def prefix_keys(self, count: int, epoch: int) -> list[bytes]:
+        """Keys of the first `count` whole blocks of `ids` under the weights of `epoch`."""
         if self._key_epoch != epoch:
             self._keys, self._key_epoch = [], epoch
+        done, size = len(self._keys), BLOCK_SIZE * self.ids.itemsize
+        if done < count:
+            ids = self.ids[done * BLOCK_SIZE : count * BLOCK_SIZE].tobytes()
+            for at in range(0, len(ids), size):
+                self.block_key(done + at // size, ids[at : at + size])
+        return self._keys[:count]
+
+    def block_key(self, number: int, ids: bytes) -> bytes:
+        """Key of a whole block under the epoch of `prefix_keys`; the keys of all blocks before it were asked for."""
         keys = self._keys
-        if len(keys) < end:
-            whole = ids[len(keys) * BLOCK_SIZE : end * BLOCK_SIZE].tobytes()
-            size = BLOCK_SIZE * ids.itemsize
-            parent = keys[-1] if keys else root_key(epoch)
-            for at in range(0, len(whole), size):
-                parent = block_key(parent, whole[at : at + size])
-                keys.append(parent)
-        return keys[first:end]
+        if number == len(keys):
+            keys.append(block_key(keys[-1] if keys else root_key(self._key_epoch), ids))
+        return keys[number]
 
     def preempted(self) -> None:
         """It has left its slot: note whose KV its tokens were sampled from; a score that was cut starts over."""
@@ -175,7 +179,7 @@ class Sequence:
             request_id=request.id,
             finish_reason=reason,
             token_ids=self.ids[self.prompt_len :],
-            logprobs={mode: self.logprobs[i] for mode, i in modes.items()},
+            logprobs={mode: self.logprobs[:, i].copy() for mode, i in modes.items()},
             weight_versions=tuple(self.version_runs),
             kv_version=self.version if self.kv_version is None else self.kv_version,
             cached_tokens=self.cached_tokens or 0,
@@ -185,7 +189,7 @@ class Sequence:
             top_ids=np.array([ids for ids, _ in self.top], np.int32).reshape(-1, width) if width else None,
             top_logprobs=np.array([top for _, top in self.top], np.float32).reshape(-1, width) if width else None,
             prompt_logprobs=(
-                {mode: self.scores[i] for mode, i in modes.items()}
+                {mode: self.scores[i].copy() for mode, i in modes.items()}
                 if self.scores is not None and not self.to_score
                 else None
             ),

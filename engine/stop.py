@@ -1,4 +1,7 @@
-"""When sampled tokens end a request: stop ids for all rows at once, stop strings for the rows that have them."""
+"""When sampled tokens end a request: stop ids for all rows at once, stop strings for the rows that have them.
+
+The prompt never ends a request, and ids are never trimmed: a match ends at the token that completes it.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,9 @@ from engine.request import BoolArray, IntArray
 class StopIds:
     """The stop ids of all slots as one sorted array of `slot * vocab_size + id`."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, num_slots: int, vocab_size: int) -> None:
         self._vocab_size = vocab_size
+        self._first_key = np.arange(num_slots) * vocab_size
         self._keys: npt.NDArray[np.int64] = np.empty(0, np.int64)
 
     def add(self, slot: int, ids: Iterable[int]) -> None:
@@ -32,10 +36,41 @@ class StopIds:
         """bool[n]: is token_ids[i] a stop id of slots[i]?"""
         if not len(self._keys):
             return np.zeros(len(slots), np.bool_)
-        wanted = slots.astype(np.int64) * self._vocab_size + token_ids
-        at = np.searchsorted(self._keys, wanted)
+        wanted = self._first_key.take(slots) + token_ids
+        at = self._keys.searchsorted(wanted)
         hits: BoolArray = self._keys.take(at, mode="clip") == wanted
         return hits
+
+
+class StopChecks:
+    """The stop rules of all running requests, by slot."""
+
+    def __init__(self, num_slots: int, vocab_size: int) -> None:
+        self._ids = StopIds(num_slots, vocab_size)
+        self._matchers: dict[int, StringMatcher] = {}
+
+    def start(self, slot: int, ids: Iterable[int], matcher: StringMatcher | None) -> None:
+        """Rules of an empty slot. The matcher goes on where it was, after a preemption too."""
+        self._ids.add(slot, ids)
+        if matcher is not None:
+            self._matchers[slot] = matcher
+
+    def end(self, slot: int) -> None:
+        self._ids.remove(slot)
+        self._matchers.pop(slot, None)
+
+    def check(self, slots: IntArray, token_ids: IntArray) -> dict[int, int | bytes]:
+        """Index of each new token that ends its request, with the id or the string that did. Looked at once each."""
+        stops: dict[int, int | bytes] = {}
+        if self._matchers:
+            for i, (slot, token_id) in enumerate(zip(slots.tolist(), token_ids.tolist(), strict=True)):
+                matcher = self._matchers.get(slot)
+                match = None if matcher is None else matcher.push(token_id)
+                if match is not None:
+                    stops[i] = match
+        for i in np.flatnonzero(self._ids.hits(slots, token_ids)).tolist():
+            stops[i] = int(token_ids[i])
+        return stops
 
 
 class StringMatcher:

@@ -1,0 +1,92 @@
+"""What of a step's output counts: the rows of requests that are still there, and were not flagged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.request import BoolArray, FloatArray, IntArray
+from engine.scheduler import Scheduled
+from engine.sequence import Sequence
+from engine.slots import SlotTable
+from engine.step import NONFINITE, StepOutput
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """A finished step.
+
+    slots, positions, token_ids: int32[n], logprobs: float32[3, n]: tokens sampled, and the positions they take.
+    computed_slots, computed: int32[m]: rows whose KV is good up to `computed` positions.
+    failed: requests that end in an error, with their flags. prefilled: requests whose last chunk this was.
+    num_live: rows of the step whose request is still there.
+    """
+
+    slots: IntArray
+    positions: IntArray
+    token_ids: IntArray
+    logprobs: FloatArray
+    computed_slots: IntArray
+    computed: IntArray
+    num_live: int
+    failed: tuple[tuple[Sequence, int], ...] = ()
+    prefilled: tuple[Sequence, ...] = ()
+
+
+def live_results(scheduled: Scheduled, output: StepOutput, table: SlotTable) -> Results:
+    """Sort out a step; scores and alternatives go to their sequences here.
+
+    A row whose request has ended since the launch, in a slot that may have a new tenant, is told by its stint.
+    """
+    plan = scheduled.plan
+    live = table.stint.take(plan.slots) == scheduled.stints
+    if not scheduled.chunks and not table.with_top and live.all() and not output.flags.any():
+        slots, computed = plan.slots, scheduled.computed
+        return Results(slots, computed, output.token_ids, output.logprobs, slots, computed, len(slots))
+
+    sampling = np.flatnonzero(plan.samples)
+    flags = np.zeros(len(live), np.uint8)
+    flags[sampling] = output.flags
+    flags[_take_scores(scheduled, output, live)] |= NONFINITE
+    good = live & (flags == 0)
+    kept = np.flatnonzero(good.take(sampling))
+    rows = sampling.take(kept)
+    slots = plan.slots.take(rows)
+    if table.with_top:
+        _take_alternatives(output, kept.tolist(), slots.tolist(), table)
+    return Results(
+        slots=slots,
+        positions=scheduled.computed.take(rows),
+        token_ids=output.token_ids.take(kept),
+        logprobs=output.logprobs.take(kept, axis=1),
+        computed_slots=plan.slots[good],
+        computed=scheduled.computed[good],
+        num_live=int(np.count_nonzero(live)),
+        failed=tuple((table.owner(plan.slots[i]), int(flags[i])) for i in np.flatnonzero(live & ~good).tolist()),
+        prefilled=tuple(
+            chunk.sequence
+            for chunk, ok in zip(scheduled.chunks, good[plan.num_decode :], strict=True)
+            if ok and chunk.last
+        ),
+    )
+
+
+def _take_scores(scheduled: Scheduled, output: StepOutput, live: BoolArray) -> list[int]:
+    """Give live rows their prompt logprobs; returns the rows where one that was asked for is NaN."""
+    bad = []
+    for wanted, scores in zip(scheduled.plan.scores, output.scores, strict=True):
+        chunk = scheduled.chunks[wanted.row - scheduled.plan.num_decode]
+        if live[wanted.row] and not chunk.sequence.add_scores(chunk.start, scores):
+            bad.append(wanted.row)
+    return bad
+
+
+def _take_alternatives(output: StepOutput, kept: list[int], slots: list[int], table: SlotTable) -> None:
+    for i, slot in zip(kept, slots, strict=True):
+        sequence = table.with_top.get(slot)
+        if sequence is not None:
+            assert output.top_ids is not None
+            assert output.top_logprobs is not None
+            k = sequence.request.top_logprobs
+            sequence.top.append((output.top_ids[i, :k].copy(), output.top_logprobs[i, :k].copy()))
