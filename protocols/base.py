@@ -116,7 +116,7 @@ class OpaqueSpec:
             refuse(value.why if isinstance(value, Bad) else "must be a map")
         copy = _Plain(received.limits if received else None).copy(value, "", 1)
         assert isinstance(copy, dict)
-        if received and len(msgpack.packb(copy)) > received.limits.max_metadata:
+        if received and len(msgpack.packb(copy, buf_size=4096)) > received.limits.max_metadata:
             refuse(f"is larger than max_metadata, {received.limits.max_metadata} bytes")
         return copy
 

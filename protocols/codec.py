@@ -45,17 +45,18 @@ REPLIES: dict[str, type[ReplyMessage]] = _by_type(Reply)
 def encode(message: Value) -> list[bytes | memoryview]:
     """Frames of a message (or of a part of one). The views are of the message's arrays: do not write to those."""
     blobs: list[bytes | memoryview] = []
+    describe = msgpack.Packer(buf_size=256).pack
 
     def pack(value: Any) -> Any:
         if isinstance(value, np.ndarray):
-            described = msgpack.packb((len(blobs), value.dtype.str, value.shape))
+            described = describe((len(blobs), value.dtype.str, value.shape))
             blobs.append(value.reshape(-1).view(np.uint8).data)
             return msgpack.ExtType(ARRAY, described)
         if isinstance(value, np.generic):
             return value.item()
         raise TypeError(f"{type(value).__name__} cannot be sent")
 
-    header = msgpack.packb(message.model_dump(warnings=False), default=pack)
+    header = msgpack.packb(message.model_dump(warnings=False), default=pack, buf_size=4096)
     return [header, *blobs]
 
 

@@ -1,0 +1,32 @@
+"""The package as others import it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import protocols
+
+ROOT = Path(__file__).parents[2]
+MEASURE = """
+import sys, time
+start = time.process_time()
+import protocols
+print(time.process_time() - start)
+heavy = {"torch", "transformers", "zmq", "engine", "rollout", "tokenizers"} & set(sys.modules)
+assert not heavy, heavy
+"""
+
+
+def test_public_names_are_listed_and_exist() -> None:
+    assert len(set(protocols.__all__)) == len(protocols.__all__)
+    assert all(hasattr(protocols, name) for name in protocols.__all__)
+
+
+def test_it_loads_quickly_and_without_heavy_company() -> None:
+    def seconds() -> float:
+        done = subprocess.run([sys.executable, "-c", MEASURE], cwd=ROOT, check=True, capture_output=True, text=True)
+        return float(done.stdout)
+
+    assert min(seconds() for _ in range(3)) < 0.5
