@@ -61,7 +61,7 @@ def check_final(returned: Any) -> Rewards:
         return Rewards(_reward(returned.total, "total"), _parts(returned.parts))
     if isinstance(returned, Mapping):
         parts = _parts(returned)
-        return Rewards(_reward(math.fsum(parts.values()), "the sum of the parts") if parts else None, parts)
+        return Rewards(_reward(sum(parts.values()), "the sum of the parts") if parts else None, parts)
     return Rewards(_reward(returned, "reward"))
 
 

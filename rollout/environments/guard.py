@@ -130,6 +130,10 @@ class Guard:
         except BadAnswer as error:
             log.warning("%s: %s", self._name, error)
             return _failed(stage, str(error))
+        except Exception as error:
+            # What was returned is the environment's own object, and may itself raise when it is looked at.
+            log.warning("%s: what %s returned raised", self._name, stage, exc_info=error)
+            return _failed(stage, _describe(error))
 
     async def _leave(self, stage: Stage, call: Call) -> None:
         call.task.cancel()

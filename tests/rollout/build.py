@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Coroutine
 from typing import Any
 
 import numpy as np
@@ -44,3 +46,8 @@ def spec(group: Group, **changes: Any) -> TrajectorySpec:
 def script(*observations: tuple[int, ...], glue: tuple[int, ...] = (90,)) -> Environment:
     turns = (ScriptedTurn(glue=ids(*glue), observation=ids(*observation)) for observation in observations)
     return Environment(script=tuple(turns))
+
+
+def run(main: Coroutine[Any, Any, Any]) -> Any:
+    """On a loop of its own; a hang fails instead of hanging."""
+    return asyncio.run(asyncio.wait_for(main, 60))

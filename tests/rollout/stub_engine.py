@@ -20,7 +20,7 @@ def completed(
     reason: FinishReason = "stop",
     *,
     version: int = 0,
-    times: Times = Times(),
+    times: Times | None = None,
     error: Failure | None = None,
 ) -> Completion:
     """A whole and plausible completion; token i has logprob -(i + 1) / 8 in the first mode, and so on."""
@@ -34,7 +34,7 @@ def completed(
         {mode: base - index for index, mode in enumerate(request.logprob_modes)},
         weight_versions=((version, count),) if count else (),
         kv_version=version,
-        times=times,
+        times=times or Times(),
         stop=int(ids[-1]) if reason == "stop" and count else None,
         top_ids=np.full((count, k), 3, np.int32) if k else None,
         top_logprobs=np.full((count, k), -1.0, np.float32) if k else None,

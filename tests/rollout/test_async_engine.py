@@ -23,7 +23,7 @@ from engine.handle import (
     Submit,
     WeightsFailed,
 )
-from engine.request import Failure, Request
+from engine.request import Completion, Failure, Request
 from engine.step import WeightsInfo
 from engine.thread import ThreadEngine
 from protocols.errors import EngineDead, Internal, WeightsBusy, WeightsInvalid
@@ -112,17 +112,17 @@ def test_cancelling_the_caller_aborts_the_request_and_its_id_is_free_after_its_e
         first = asyncio.ensure_future(engine.generate(request()))
         await stub.submitted.get()
         stub.partial = ()
-        released: list[Abort] = []
-        finish, stub.finish = stub.finish, lambda completion: released.append(completion)  # type: ignore[assignment]
+        ended: asyncio.Queue[Completion] = asyncio.Queue()
+        finish, stub.finish = stub.finish, ended.put_nowait  # type: ignore[method-assign]
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first
         second = asyncio.ensure_future(engine.generate(request()))
-        while not released:
-            await asyncio.sleep(0)
+        aborted = await ended.get()
+        assert aborted.finish_reason == "abort_client"
         assert stub.submitted.empty(), "an id was used while its first request was not over"
         stub.finish = finish  # type: ignore[method-assign]
-        finish(released[0])  # type: ignore[arg-type]
+        finish(aborted)
         again = await stub.submitted.get()
         stub.finish(completed(again, (9, 9)))
         assert (await second).token_ids.tolist() == [9, 9]

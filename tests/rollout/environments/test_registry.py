@@ -1,0 +1,91 @@
+"""Environments by name, and the built-in script."""
+
+from __future__ import annotations
+
+import threading
+from importlib.metadata import EntryPoint
+
+import pytest
+
+from protocols import fields
+from protocols.errors import BadRequest
+from rollout.environments.base import TurnResult
+from rollout.environments.registry import ENTRY_POINTS, Registry
+from rollout.environments.remote import Remote
+from rollout.environments.scripted import Scripted
+from rollout.trajectory import Answer
+from tests.rollout.build import run, script
+from tests.rollout.environments.build import TURN, Fake, context, guarded
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
+    registry = Registry({"guess": Fake})
+    assert registry.names == ("guess", "remote", "scripted")
+    with pytest.raises(BadRequest, match=r"'gues'.*guess, remote, scripted") as caught:
+        registry.resolve(fields.Environment(name="gues"))
+    assert caught.value.field == "environment.name"
+
+
+def test_names_of_the_command_line_are_imported_at_start() -> None:
+    registry = Registry.load(["mine=rollout.environments.remote:Remote"])
+    assert registry.resolve(fields.Environment(name="mine")) is Remote
+
+
+@pytest.mark.parametrize(
+    "specs",
+    [
+        ["mine"],
+        ["mine=module"],
+        ["=a:b"],
+        ["mine=no.such.module:X"],
+        ["mine=rollout.environments.remote:Nothing"],
+        ["mine=rollout.environments.registry:ENTRY_POINTS"],
+        ["scripted=rollout.environments.remote:Remote"],
+        ["a=rollout.environments.remote:Remote", "a=rollout.environments.remote:Remote"],
+    ],
+)
+def test_a_bad_name_on_the_command_line_says_which(specs: list[str]) -> None:
+    with pytest.raises(ValueError, match=specs[0].partition("=")[0] or "=a:b"):
+        Registry.load(specs)
+
+
+def test_an_entry_point_is_imported_when_it_is_asked_for() -> None:
+    good = EntryPoint("good", "rollout.environments.remote:Remote", ENTRY_POINTS)
+    broken = EntryPoint("broken", "no.such.module:Class", ENTRY_POINTS)
+    registry = Registry({}, (good, broken))
+    assert registry.names == ("broken", "good", "remote", "scripted")
+    assert registry.resolve(fields.Environment(name="good")) is Remote
+    assert registry.resolve(fields.Environment(name="good")) is Remote
+    with pytest.raises(BadRequest, match=r"'broken' cannot be imported.*no"):
+        registry.resolve(fields.Environment(name="broken"))
+
+
+def test_the_command_line_goes_before_an_entry_point() -> None:
+    registry = Registry({"x": Fake}, (EntryPoint("x", "rollout.environments.remote:Remote", ENTRY_POINTS),))
+    assert registry.resolve(fields.Environment(name="x")) is Fake
+
+
+def test_a_script_is_played_and_then_done() -> None:
+    async def main() -> None:
+        registry = Registry({})
+        guard = guarded(registry.resolve(script((30,), (31, 32))))
+        assert await guard.open(context, ()) == Answer()
+        assert guard.fixed_turns
+        assert not guard.ends_when_cut
+        answers = []
+        for index in range(3):
+            turn = TurnResult(TURN.turn.model_copy(update={"index": index}), TURN.token_ids, TURN.logprobs, 5)
+            answer = await guard.step(turn, ())
+            assert isinstance(answer, Answer)
+            answers.append(answer)
+        assert [None if a.observation is None else a.observation.tolist() for a in answers] == [[30], [31, 32], None]
+        assert [a.done for a in answers] == [False, False, True]
+        assert threading.active_count() == 1, "a built-in environment needs no thread"
+
+    run(main())
+    assert Scripted(()).fixed_turns
+
+
+def test_an_environment_without_a_tokenizer_says_so() -> None:
+    with pytest.raises(ValueError, match=r"no tokenizer\.json"):
+        context().encode("text")
