@@ -63,6 +63,8 @@ class BatchView:
         item = yield from self._mailbox.take()
         if isinstance(item, RolloutError):
             raise item
+        if isinstance(item, End) and self._auto_ack:
+            self.close()  # acknowledges also what an abandoned iteration had in hand
         return item
 
     def _next_trajectory(self, in_hand: Sequence[Trajectory]) -> Steps[Trajectory | End]:
@@ -96,8 +98,6 @@ class BatchView:
                 break
             self._collected.append(item)
         found, self._collected = self._collected, []
-        if self._auto_ack:
-            self._core.ack([trajectory.trajectory_id for trajectory in found])
         return self._in_order(found)
 
     def _in_order(self, trajectories: list[Trajectory]) -> list[Trajectory]:

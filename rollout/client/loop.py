@@ -311,6 +311,7 @@ class Loop:
             self._pending.take(pending.message.id)
             settle(pending.future, Ok(id=pending.message.id))
             return
+        self._flush(report=False)  # ids that were acknowledged first must be free first
         pending.sent_before = True
         self._connection.send_frames(pending.frames)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
@@ -39,3 +40,10 @@ def connect(stack: ExitStack) -> Callable[..., RolloutClient]:
         return stack.enter_context(RolloutClient(address, **({"timeout": 10.0} | options)))
 
     return make
+
+
+@pytest.fixture
+def later() -> Iterator[Callable[..., Future[Any]]]:
+    """Run a blocking call on another thread."""
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        yield pool.submit

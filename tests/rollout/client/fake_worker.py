@@ -13,7 +13,7 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import zmq
@@ -50,6 +50,7 @@ from protocols import (
     Turn,
     TurnDone,
     WeightsCommitted,
+    WeightsIncomplete,
     WeightsPrepared,
     Welcome,
     WorkerStatus,
@@ -57,7 +58,7 @@ from protocols import (
     encode,
     split,
 )
-from protocols.replies import ReplyMessage
+from protocols.replies import ReplyMessage, is_event
 
 R = TypeVar("R")
 WAIT_S = 20.0
@@ -125,6 +126,7 @@ class FakeWorker:
         resumes: bool = True,
         curve: tuple[bytes, bytes] | None = None,
         mangle: Callable[[ReplyMessage, list[Any]], list[Any]] | None = None,
+        refusals: dict[type[Any], RolloutError] | None = None,
     ) -> None:
         self.boot_id = boot_id
         self.hold = hold
@@ -134,11 +136,15 @@ class FakeWorker:
         self.resumes = resumes
         self.mangle = mangle
         self.answers: dict[type[Any], Callable[[Any], ReplyMessage | None]] = {}
+        for kind, error in (refusals or {}).items():
+            self.refuse(kind, error)
+        self.cancels = True
         self.requests: list[Request] = []
         self.peers: list[bytes] = []
         self.sessions: dict[str, Session] = {}
         self.prepared: dict[str, PrepareWeightsRequest] = {}
-        self.event_bytes = 0
+        self.event_bytes: list[int] = []
+        """Bytes of the event frames sent, one entry a packet."""
         self._curve = curve
         self._numbers = itertools.count()
         self._changed = threading.Condition()
@@ -150,7 +156,7 @@ class FakeWorker:
         self._thread = threading.Thread(target=self._run, name="fake worker", daemon=True)
         self._thread.start()
 
-    def __enter__(self) -> FakeWorker:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -194,6 +200,16 @@ class FakeWorker:
     def session(self) -> Session:
         (session,) = self.sessions.values()
         return session
+
+    def refuse(self, kind: type[Any], error: RolloutError | None) -> None:
+        """Answer such requests with an error; with None, not at all."""
+
+        def answer(_: Any) -> ReplyMessage | None:
+            if error is not None:
+                raise error
+            return None
+
+        self.answers[kind] = answer
 
     def finish(self, *trajectory_ids: str, reason: str = "stop", **changes: Any) -> None:
         """End running trajectories; all of them when none is named."""
@@ -264,6 +280,8 @@ class FakeWorker:
             encode(message), self.limits.chunk_bytes, number=next(self._numbers), message_id=message.id
         ):
             frames = list(packet.frames)
+            if is_event(message):
+                self.event_bytes.append(packet.nbytes)
             if self.mangle is not None:
                 frames = self.mangle(message, frames)
             try:
@@ -288,7 +306,7 @@ class FakeWorker:
                 self._send(peer, event)
         if isinstance(request, SubmitBatch) and isinstance(reply, Accepted):
             self._start(self._session_of(peer), request)
-        if isinstance(request, Cancel):
+        if isinstance(request, Cancel) and self.cancels:
             self._finish(self._named(request), "abort_client", {})
 
     def _reply(self, peer: bytes, request: Request) -> ReplyMessage | None:
@@ -348,12 +366,13 @@ class FakeWorker:
             capabilities=(),
             environments=("scripted", "remote"),
             limits=self.limits,
-            open_trajectories=tuple([*session.running, *session.owed]),
+            open_trajectories=(*session.running, *session.owed),
         )
 
     def _commit(self, request: CommitWeightsRequest) -> ReplyMessage:
         if request.update_id not in self.prepared:
-            raise AssertionError("tests script a worker that has forgotten an update by `answers`")
+            error = WeightsIncomplete(f"update {request.update_id} was not prepared", field="update_id")
+            return ErrorReply(id=request.id, error=error.failure())
         self.weight_version, self.weight_digest = request.version, f"digest-{request.version}"
         return WeightsCommitted(
             id=request.id,

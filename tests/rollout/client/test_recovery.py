@@ -1,0 +1,387 @@
+"""Connections that break and workers that restart: nothing is lost, nothing comes twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from protocols import (
+    BadRequest,
+    Cancel,
+    CommitWeightsRequest,
+    Continue,
+    Hello,
+    NotReady,
+    Ok,
+    Overloaded,
+    PauseRequest,
+    PrepareWeightsRequest,
+    Score,
+    StatusRequest,
+    SubmitBatch,
+    Timeout,
+    TrajectoryDone,
+    TurnDone,
+    WeightsBusy,
+    WeightsInvalid,
+)
+from rollout.client import RolloutClient, Trajectory
+from tests.rollout.client.fake_worker import FakeWorker, make_record
+
+Start = Callable[..., FakeWorker]
+Connect = Callable[..., RolloutClient]
+Later = Callable[..., Future[Any]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "call"),
+    [
+        (StatusRequest, lambda c: c.status()),
+        (PauseRequest, lambda c: c.pause()),
+        (Cancel, lambda c: c.cancel(batch_ids=["b"])),
+        (Score, lambda c: c.score([[1]])),
+        (PrepareWeightsRequest, lambda c: c.update_weights("/w", 1)),
+        (CommitWeightsRequest, lambda c: c.update_weights("/w", 1)),
+        (SubmitBatch, lambda c: c.submit(c.group([1]), batch_id="b").results()),
+    ],
+)
+def test_a_request_whose_reply_was_lost_is_sent_again(
+    start: Start, connect: Connect, later: Later, kind: type[Any], call: Callable[[RolloutClient], Any]
+) -> None:
+    worker = start()
+    client = connect(worker)
+    client.connect()
+    worker.refuse(kind, None)
+    result = later(call, client)
+    worker.wait_for(lambda: worker.of(kind))
+    del worker.answers[kind]
+    worker.cut()
+    result.result(10)
+    first, second = worker.of(kind)
+    assert first == second
+
+
+def test_a_lost_reply_to_continue_is_harmless(start: Start, connect: Connect, later: Later) -> None:
+    worker = start()
+    client = connect(worker)
+    events = client.submit(client.group([1], environment="remote")).events()
+    turn = next(events)
+    assert isinstance(turn, TurnDone)
+    worker.refuse(Continue, None)
+    answer = later(client.continue_, turn, done=True, reward=0.5)
+    worker.wait_for(lambda: worker.of(Continue))
+    del worker.answers[Continue]
+    worker.cut()  # the worker shows the turn again, then gets the answer again
+    answer.result(10)
+    last = next(events)
+    assert isinstance(last, Trajectory)
+    assert last.reward == 0.5
+    assert next(events, None) is None
+
+
+def test_after_a_broken_connection_the_session_goes_on(start: Start, connect: Connect) -> None:
+    worker = start(hold=True)
+    client = connect(worker)
+    group = client.group([1], n=3)
+    batch = client.submit(group)
+    worker.finish(group.trajectory_ids[0])
+    seen = [next(iter(batch)).trajectory_id]
+    for name in group.trajectory_ids[1:]:
+        hellos = worker.kinds().count("hello")
+        worker.cut()
+        worker.wait_for(lambda: worker.kinds().count("hello") > hellos)  # noqa: B023
+        worker.finish(name)
+    seen += [t.trajectory_id for t in batch]
+    assert seen == list(group.trajectory_ids)
+    assert worker.kinds().count("submit") == 1
+    assert len(worker.sessions) == 1
+    worker.wait_for(lambda: not worker.session.owed)  # also what was acknowledged on a connection that broke
+
+
+def test_results_that_come_again_are_dropped(start: Start, connect: Connect) -> None:
+    worker = start(hold=True)
+    client = connect(worker)
+    group = client.group([1], n=2)
+    batch = client.submit(group, auto_ack=False)
+    worker.finish()
+    copies = list(worker.session.owed.values())
+    for copy in copies:
+        worker.send(copy)
+    found = batch.results()
+    assert [t.trajectory_id for t in found] == list(group.trajectory_ids)
+    found[0].ack()
+    worker.wait_for(lambda: worker.acknowledged() == {found[0].trajectory_id})
+    worker.send(copies[0])  # as if that acknowledgement had been lost: it is repeated
+    worker.wait_for(
+        lambda: sum(copies[0].record.trajectory_id in r.trajectory_ids for r in worker.requests if r.type == "ack") == 2
+    )
+    worker.send(copies[1])
+    client.ping()
+    assert worker.acknowledged() == {found[0].trajectory_id}
+
+
+def test_a_record_of_an_unknown_trajectory_is_left_to_the_worker(start: Start, connect: Connect) -> None:
+    worker = start(hold=True)
+    client = connect(worker)
+    group = client.group([1], n=2)
+    batch = client.submit(group)
+    other = client.group([1])
+    message = worker.of(SubmitBatch)[0]
+    worker.send(TrajectoryDone(id=message.id, record=make_record(other.trajectory_ids[0], other, "elsewhere")))
+    worker.finish()
+    assert len(batch.results()) == 2
+    client.ping()
+    assert worker.acknowledged() == set(group.trajectory_ids)
+
+
+def restart(worker: FakeWorker, start: Start, **options: Any) -> FakeWorker:
+    worker.stop()
+    return start(worker.address, boot_id="boot-2", **options)
+
+
+def test_after_a_restart_weights_come_first_then_what_is_open(start: Start, connect: Connect) -> None:
+    worker = start(hold=True)
+    client = connect(worker)
+    client.update_weights("/w/1", 1)
+    groups = [client.group([1], n=3, seed=5), client.group([2], n=1)]
+    batch = client.submit(groups, auto_ack=False, batch_id="b")
+    worker.finish(groups[0].trajectory_ids[1], groups[1].trajectory_ids[0])
+    early = [next(iter(batch))]
+    worker = restart(worker, start)
+    submit = worker.wait_for(lambda: worker.of(SubmitBatch))[0]
+    assert worker.kinds() == ["hello", "prepare_weights", "commit_weights", "submit"]
+    prepare, commit = worker.of(PrepareWeightsRequest)[0], worker.of(CommitWeightsRequest)[0]
+    assert (prepare.path, prepare.version) == ("/w/1", 1)
+    assert (commit.update_id, commit.version, commit.digest) == (prepare.update_id, 1, "digest-1")
+    (part,) = submit.groups  # what has been received does not run again, yielded or not
+    assert submit.batch_id == "b"
+    assert part.trajectory_ids == (groups[0].trajectory_ids[0], groups[0].trajectory_ids[2])
+    assert part.sample_indices == (0, 2)
+    assert part.sampling == groups[0].sampling
+    worker.finish()
+    found = early + batch.results()
+    assert sorted(t.trajectory_id for t in found) == sorted(n for g in groups for n in g.trajectory_ids)
+    assert {t.trajectory_id: t.sample_index for t in found}[groups[0].trajectory_ids[2]] == 2
+
+
+@pytest.mark.parametrize(("version", "digest"), [(1, "digest-1"), (2, "another client's")])
+def test_weights_that_serve_already_are_not_loaded_again(
+    start: Start, connect: Connect, version: int, digest: str
+) -> None:
+    worker = start(hold=True)
+    client = connect(worker)
+    client.update_weights("/w/1", 1)
+    batch = client.submit(client.group([1]))
+    worker = restart(worker, start, weight_version=version, weight_digest=digest)
+    assert len(batch.results()) == 1
+    assert worker.kinds() == ["hello", "submit"]
+
+
+def test_a_client_that_set_no_weights_restores_none(start: Start, connect: Connect) -> None:
+    worker = start(hold=True)
+    client = connect(worker)
+    batch = client.submit(client.group([1]))
+    worker = restart(worker, start)
+    assert len(batch.results()) == 1
+    assert worker.kinds() == ["hello", "submit"]
+
+
+def test_a_session_that_the_worker_has_forgotten_starts_again(start: Start, connect: Connect) -> None:
+    worker = start(hold=True)
+    client = connect(worker)
+    client.update_weights("/w/1", 1)
+    batch = client.submit(client.group([1]))
+    worker.wait_for(lambda: worker.session.running)
+    worker.resumes = False
+    worker.hold = False
+    worker.cut()
+    assert len(batch.results()) == 1
+    assert worker.kinds() == ["hello", "prepare_weights", "commit_weights", "submit", "hello", "submit"]
+
+
+def test_weights_that_cannot_be_restored_stop_the_work_until_new_ones(start: Start, connect: Connect) -> None:
+    worker = start(hold=True)
+    client = connect(worker)
+    client.update_weights("/w/1", 1)
+    batch = client.submit(client.group([1]))
+    worker = restart(worker, start, refusals={PrepareWeightsRequest: WeightsInvalid("gone", field="path")})
+    with pytest.raises(WeightsInvalid, match="gone"):
+        batch.results()
+    with pytest.raises(WeightsInvalid, match="gone"):
+        client.submit(client.group([1]))
+    assert not worker.of(SubmitBatch)
+    del worker.answers[PrepareWeightsRequest]
+    client.update_weights("/w/2", 2)
+    assert len(batch.results()) == 1
+
+
+def test_restoring_weights_waits_for_a_worker_that_is_busy(start: Start, connect: Connect) -> None:
+    worker = start(hold=True)
+    client = connect(worker)
+    client.update_weights("/w/1", 1)
+    batch = client.submit(client.group([1]))
+    worker = restart(worker, start, refusals={PrepareWeightsRequest: WeightsBusy("another update")})
+    worker.wait_for(lambda: worker.of(PrepareWeightsRequest))
+    del worker.answers[PrepareWeightsRequest]
+    assert len(batch.results()) == 1
+    assert worker.kinds() == ["hello", "prepare_weights", "prepare_weights", "commit_weights", "submit"]
+
+
+def test_an_update_cut_by_a_restart_is_prepared_again(start: Start, connect: Connect, later: Later) -> None:
+    worker = start()
+    client = connect(worker)
+    client.connect()
+    worker.refuse(CommitWeightsRequest, None)
+    update = later(client.update_weights, "/w/1", 1)
+    worker.wait_for(lambda: worker.of(CommitWeightsRequest))
+    worker = restart(worker, start)  # a worker refuses to commit what it has not prepared
+    assert update.result(10).version == 1
+    assert worker.kinds() == ["hello", "commit_weights", "prepare_weights", "commit_weights"]
+
+
+def test_a_submit_that_was_not_yet_accepted_is_sent_once(start: Start, connect: Connect, later: Later) -> None:
+    worker = start()
+    client = connect(worker)
+    client.connect()
+    worker.refuse(SubmitBatch, None)
+    result = later(lambda: client.submit(client.group([1], n=2)).results())
+    worker.wait_for(lambda: worker.of(SubmitBatch))
+    worker = restart(worker, start)
+    assert len(result.result(10)) == 2
+    assert worker.kinds() == ["hello", "submit"]
+
+
+def test_open_work_waits_while_the_restarted_worker_is_full(start: Start, connect: Connect) -> None:
+    worker = start(hold=True)
+    client = connect(worker)
+    batch = client.submit(client.group([1]))
+    worker = restart(worker, start, refusals={SubmitBatch: Overloaded("full")})
+    worker.wait_for(lambda: worker.of(SubmitBatch))
+    del worker.answers[SubmitBatch]
+    assert len(batch.results()) == 1
+
+
+def test_open_work_that_is_refused_after_a_restart_raises(start: Start, connect: Connect) -> None:
+    worker = start(hold=True)
+    client = connect(worker)
+    refused = client.submit(client.group([1]))
+    refusal = BadRequest("no such environment", field="groups[0].environment.name")
+    worker = restart(worker, start, refusals={SubmitBatch: refusal})
+    with pytest.raises(BadRequest, match="no such environment"):
+        refused.results()
+    del worker.answers[SubmitBatch]
+    assert len(client.submit(client.group([1])).results()) == 1
+
+
+def test_remote_trajectories_start_again_and_old_answers_are_harmless(start: Start, connect: Connect) -> None:
+    worker = start()
+    client = connect(worker)
+    events = client.submit(client.group([1], environment="remote")).events()
+    first = next(events)
+    assert isinstance(first, TurnDone)
+    client.continue_(first, observation=[5])
+    second = next(events)
+    assert isinstance(second, TurnDone)
+    worker = restart(worker, start)
+    again = next(events)
+    assert isinstance(again, TurnDone)
+    assert again.turn.index == 0
+    client.continue_(second, observation=[5])  # would not fit: that trajectory has one turn now
+    assert not worker.of(Continue)
+    client.continue_(again, done=True)
+    assert isinstance(next(events), Trajectory)
+    assert next(events, None) is None
+
+
+def test_an_answer_on_its_way_when_the_worker_restarts_is_dropped(start: Start, connect: Connect, later: Later) -> None:
+    worker = start()
+    client = connect(worker)
+    events = client.submit(client.group([1], environment="remote")).events()
+    turn = next(events)
+    assert isinstance(turn, TurnDone)
+    worker.refuse(Continue, None)
+    answer = later(client.continue_, turn, observation=[5])
+    worker.wait_for(lambda: worker.of(Continue))
+    worker = restart(worker, start)
+    answer.result(10)
+    assert not worker.of(Continue)
+    again = next(events)
+    assert isinstance(again, TurnDone)
+    assert again.turn.index == 0
+
+
+def test_turns_nobody_saw_before_the_restart_are_not_shown(start: Start, connect: Connect) -> None:
+    worker = start()
+    client = connect(worker)
+    batch = client.submit(client.group([1], n=2, environment="remote"))
+    client.ping()  # both turns have arrived
+    worker = restart(worker, start)
+    submit = worker.wait_for(lambda: worker.of(SubmitBatch))[0]
+    client.ping()
+    events = batch.events()
+    turns = [next(events), next(events)]
+    assert [turn.id for turn in turns if isinstance(turn, TurnDone)] == [submit.id] * 2
+
+
+def test_what_was_cancelled_is_cancelled_again(start: Start, connect: Connect) -> None:
+    worker = start(hold=True)
+    client = connect(worker)
+    group = client.group([1], n=2)
+    batch = client.submit(group)
+    worker.answers[Cancel] = lambda request: Ok(id=request.id)
+    worker.cancels = False  # it ends before it comes to that
+    client.cancel(trajectory_ids=[group.trajectory_ids[0]])
+    worker = restart(worker, start, hold=True)
+    worker.wait_for(lambda: worker.of(Cancel))
+    worker.finish(group.trajectory_ids[1])
+    assert [t.finish_reason for t in batch.results()] == ["abort_client", "stop"]
+
+
+def test_a_batch_given_up_does_not_start_again(start: Start, connect: Connect) -> None:
+    worker = start(hold=True)
+    client = connect(worker)
+    group = client.group([1], n=2)
+    client.submit(group).close()
+    kept = client.submit(client.group([1]))
+    worker = restart(worker, start)
+    assert len(kept.results()) == 1
+    (submit,) = worker.of(SubmitBatch)
+    assert not set(submit.groups[0].trajectory_ids) & set(group.trajectory_ids)
+    client.submit(group).close()
+
+
+def test_a_submit_without_reply_is_cancelled_when_its_time_is_up(start: Start, connect: Connect) -> None:
+    worker = start()
+    client = connect(worker)
+    client.connect()
+    worker.refuse(SubmitBatch, None)
+    group = client.group([1])
+    with pytest.raises(Timeout, match=f"no reply to SubmitBatch from {worker.address}"):
+        client.submit(group, timeout=0.2)
+    worker.wait_for(lambda: worker.of(Cancel))
+    assert worker.of(Cancel)[0].trajectory_ids == group.trajectory_ids
+
+
+def test_a_worker_that_is_not_ready_yet_is_asked_again(start: Start, connect: Connect, later: Later) -> None:
+    worker = start()
+    worker.refuse(Hello, NotReady("loading"))
+    client = connect(worker)
+    with pytest.raises(NotReady, match="loading"):
+        client.ping(timeout=0.3)
+    ping = later(client.ping)
+    del worker.answers[Hello]
+    assert ping.result(10).boot_id == "boot-1"
+
+
+def test_a_worker_that_refuses_for_good_ends_everything(start: Start, connect: Connect) -> None:
+    worker = start(hold=True)
+    client = connect(worker)
+    batch = client.submit(client.group([1]))
+    worker.refuse(Hello, BadRequest("this end speaks protocol 2 only", field="protocol"))
+    worker.cut()
+    for call in (batch.results, client.ping, client.connect, lambda: client.submit(client.group([1]))):
+        with pytest.raises(BadRequest, match="protocol 2"):
+            call()
