@@ -72,7 +72,7 @@ class Turn(Value):
     cached_tokens: Count = 0
     computed_tokens: Count = 0
     preemptions: Count = 0
-    times: Times = Times()
+    times: Times = Field(default_factory=Times)
     reward: Reward | None = None
 
 
@@ -159,7 +159,7 @@ class Record(Value):
     rewards: dict[str, Reward] = Field(default_factory=dict, max_length=256)
     error: Failure | None = None
     truncation: Truncation | None = None
-    times: Times = Times()
+    times: Times = Field(default_factory=Times)
     wall_s: float = 0.0
     metadata: Opaque = Field(default_factory=dict)
     purpose: Purpose = "train"

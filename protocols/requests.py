@@ -182,7 +182,7 @@ class Score(RequestMessage):
     type: Literal["score"] = "score"
     sequences: Annotated[Many[Int32], Field(min_length=1), limited("max_trajectories")]
     sampled: Annotated[Many[UInt8], limited("max_trajectories")] | None = None
-    sampling: Sampling = Sampling()
+    sampling: Sampling = Field(default_factory=Sampling)
 
     @model_validator(mode="after")
     def _lengths_agree(self) -> Self:

@@ -124,9 +124,9 @@ class Group(Value):
     id: Name
     prompt: Int32
     trajectory_ids: Annotated[Many[Name], Field(min_length=1), limited("max_trajectories")]
-    sampling: Sampling = Sampling()
-    environment: Environment = Environment()
-    budget: Budget = Budget()
+    sampling: Sampling = Field(default_factory=Sampling)
+    environment: Environment = Field(default_factory=Environment)
+    budget: Budget = Field(default_factory=Budget)
     sample_indices: Many[Annotated[int, Field(ge=0, lt=2**32)]] | None = None
     prompt_source: UInt8 | None = None
     metadata: Opaque = Field(default_factory=dict)

@@ -5,12 +5,24 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgpack
 import pytest
 
-from protocols import Assembler, BadRequest, Limits, decode_reply, decode_request, encode, split
+from protocols import (
+    Assembler,
+    BadRequest,
+    ErrorReply,
+    Limits,
+    Reply,
+    Request,
+    decode_reply,
+    decode_request,
+    encode,
+    split,
+)
 from tests.protocols import samples
 from tests.protocols.refused import refused
 
@@ -117,28 +129,47 @@ def _change_frames(rng: random.Random, frames: list[bytes], corpus: list[list[by
         frames[index] = foreign
 
 
+Decode = Callable[[Sequence[bytes]], Reply | Request | None]
+
+
+def decoders() -> tuple[Decode, ...]:
+    return (
+        lambda frames: decode_request(frames, LIMITS),
+        lambda frames: decode_reply(frames, LIMITS),
+        lambda frames: Assembler(LIMITS).feed(frames),
+    )
+
+
+def attempt(decode: Decode, frames: list[bytes]) -> tuple[Reply | Request | BadRequest | None, float]:
+    """What came of it and the CPU seconds that it took."""
+    start = time.thread_time()
+    try:
+        outcome: Reply | Request | BadRequest | None = decode(frames)
+    except BadRequest as error:
+        outcome = error
+    return outcome, time.thread_time() - start
+
+
 def run(count: int, seed: int) -> Counter[str]:
     rng = random.Random(seed)
     originals = corpus()
     outcomes: Counter[str] = Counter()
     for _ in range(count):
         frames = mutate(rng, originals)
-        for decode in (decode_request, decode_reply, Assembler(LIMITS).feed):
-            arguments = (frames,) if decode not in (decode_request, decode_reply) else (frames, LIMITS)
-            start = time.thread_time()
-            try:
-                message = decode(*arguments)
-            except BadRequest as error:
-                outcome = "refused"
-                encoded = encode(samples.REPLIES["error"].model_copy(update={"error": error.failure()}))
-                assert decode_reply(encoded, LIMITS).error.code == "bad_request"
-            else:
-                outcome = "valid"
-            assert time.thread_time() - start < SLOWEST_S, frames
-            outcomes[outcome] += 1
-            if outcome == "valid" and message is not None:
-                again = [bytes(frame) for frame in encode(message)]
-                assert decode(*((again,) if len(arguments) == 1 else (again, LIMITS))) in (message, None)
+        for decode in decoders():
+            outcome, seconds = attempt(decode, frames)
+            if seconds > SLOWEST_S:
+                # Once may be the garbage collector's turn; a slow decode is slow again.
+                seconds = min(attempt(decode, frames)[1] for _ in range(3))
+            assert seconds < SLOWEST_S, frames
+            if isinstance(outcome, BadRequest):
+                outcomes["refused"] += 1
+                reply = encode(ErrorReply(id=outcome.request_id, error=outcome.failure()))
+                assert isinstance(decode_reply(reply, LIMITS), ErrorReply)
+                continue
+            outcomes["valid"] += 1
+            if outcome is not None:
+                assert decode([bytes(frame) for frame in encode(outcome)]) in (outcome, None)
     return outcomes
 
 
