@@ -173,7 +173,6 @@ class WeightUpdates:
 
     def _commit(self, update: Update) -> None:
         assert update.info is not None
-        self._update = None
         try:
             paused = self._engine.commit(self._store.commit, update.info.version)
         except WeightsError as error:
@@ -183,6 +182,7 @@ class WeightUpdates:
             committed = Committed(update.command.update_id, update.info, paused)
             self._served = (update.command, committed)
             self._reports.append(committed)
+        self._update = None
         self._engine.release()
 
     def _drop(self, update: Update) -> None:

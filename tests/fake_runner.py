@@ -5,14 +5,15 @@ stale read, a write into somebody else's block, or a reuse too early changes tok
 poison, and blocks that become free without a name are poisoned again.
 
 lazy=True is the other end of what a device may do: a step runs only when it is waited for, in order, and reads its
-plan and `last_token` then; the buffers of a result are overwritten before the next step runs.
+plan and `last_token` then. The arrays of a result are overwritten as soon as the next result is waited for.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
@@ -40,6 +41,11 @@ def mix(*values: int | np.ndarray) -> np.ndarray:
 def kv_of(token_ids: np.ndarray, start: int, before: np.int64, weights: int) -> np.ndarray:
     """int64[n]: KV of ids at positions [start, start + n), given the KV of the position before."""
     return before + np.cumsum(mix(token_ids, np.arange(start, start + len(token_ids)), weights))
+
+
+def _counts(token_ids: int | np.ndarray, kind: int = 1) -> int:
+    """Which ids occurred how often, in no order, as one number."""
+    return sum(mix(token_ids, kind).ravel().tolist())
 
 
 @dataclass
@@ -83,7 +89,8 @@ class FakeRunner:
         self._slots: dict[int, SlotState] = {}
         self._pending: deque[FakeTicket] = deque()
         self._pool: BlockPool | None = None
-        self._results: list[StepOutput] = []
+        self._last_output: StepOutput | None = None
+        self.events: list[tuple[str, int]] = []
 
     def watch(self, pool: BlockPool) -> None:
         """From now on raise when a step touches a block that nobody holds, or writes one that is shared or named."""
@@ -91,6 +98,7 @@ class FakeRunner:
 
     def launch(self, plan: StepPlan) -> FakeTicket:
         ticket = FakeTicket(self, plan)
+        self.events.append(("launch", plan.step))
         self.plans.append(plan)
         self._check(plan)
         self._pending.append(ticket)
@@ -100,11 +108,15 @@ class FakeRunner:
         return ticket
 
     def finish(self, ticket: FakeTicket) -> StepOutput:
+        plan = ticket.plan
         assert self._pending.popleft() is ticket, "waited for out of launch order, or twice"
-        self._check(ticket.plan)
+        self.events.append(("wait", plan.step))
+        self._check(plan)
         for name, value in ticket.frozen.items():
-            assert np.array_equal(getattr(ticket.plan, name), value), f"plan.{name} was written after its launch"
-        return self._run(ticket.plan) if self.lazy else ticket.result
+            assert np.array_equal(getattr(plan, name), value), f"plan.{name} was written after its launch"
+        self._overwrite(self._last_output)
+        output = self._last_output = self._run(plan) if ticket.result is None else ticket.result
+        return output
 
     def _check(self, plan: StepPlan) -> None:
         """The plan's own rules, and those of the blocks it names, while it is in flight."""
@@ -132,8 +144,7 @@ class FakeRunner:
         self._poison()
         for start in plan.starts:
             sampled = start.token_ids[start.sampled]
-            counts = int(mix(start.token_ids, 1).sum() + mix(sampled, 2).sum())
-            self._slots[start.slot] = SlotState(start, counts)
+            self._slots[start.slot] = SlotState(start, _counts(start.token_ids) + _counts(sampled, 2))
         sampling: list[tuple[int, int, int, np.float32, np.ndarray | None, np.ndarray | None]] = []
         scores, wanted = [], {score.row: score for score in plan.scores}
         ends = np.cumsum(plan.query_lens[plan.num_decode :])
@@ -180,13 +191,12 @@ class FakeRunner:
         params = state.start.params
         position = int(plan.context_lens[row] + plan.query_lens[row])
         noise = 0 if params.temperature == 0 else int(mix(params.seed, params.sample_index, params.segment, position))
-        counts = state.counts if params.has_penalties else 0
+        counts = state.counts % 2**63 if params.has_penalties else 0
         token = int(mix(seen, noise, counts)) % self.vocab_size
         scripted = self.script(params, position)
         token = 0 if flags else token if scripted is None else scripted
         self.last_token[slot] = token
-        state.counts += int(mix(token, 1)) + int(mix(token, 2))
-        state.counts = int(np.uint64(state.counts % 2**64).astype(np.int64))
+        state.counts += _counts(token) + _counts(token, 2)
         logprob = np.float32(np.nan) if flags else self._logprob(seen, token)
         k = state.start.top_logprobs
         top_ids = np.array([(token + i) % self.vocab_size for i in range(k)], np.int32)
@@ -195,18 +205,15 @@ class FakeRunner:
     def _logprob(self, seen: int, token: int) -> np.float32:
         return np.float32(-(int(mix(seen, token)) % 4096) / 1024)
 
-    def _output(self, sampling: list, scores: list[np.ndarray]) -> StepOutput:
-        """Copy the results out of the buffers of this step, which the next step overwrites."""
-        for old in self._results:
-            for array in (old.token_ids, old.logprobs, old.flags):
-                array.fill(77)
+    @staticmethod
+    def _output(sampling: list[Any], scores: list[np.ndarray]) -> StepOutput:
         logprobs = np.array([entry[3] for entry in sampling], np.float32)
         width = max((len(entry[4]) for entry in sampling), default=0)
         top_ids = np.zeros((len(sampling), width), np.int32)
         top = np.full((len(sampling), width), np.nan, np.float32)
         for i, entry in enumerate(sampling):
             top_ids[i, : len(entry[4])], top[i, : len(entry[4])] = entry[4], entry[5]
-        buffers = StepOutput(
+        return StepOutput(
             token_ids=np.array([entry[1] for entry in sampling], np.int32),
             logprobs=np.stack((logprobs, logprobs - 1, logprobs - 2)),
             flags=np.array([entry[2] for entry in sampling], np.uint8),
@@ -214,8 +221,15 @@ class FakeRunner:
             top_logprobs=top if width else None,
             scores=tuple(scores),
         )
-        self._results = [buffers]
-        return replace(buffers, **{n: getattr(buffers, n).copy() for n in ("token_ids", "logprobs", "flags")})
+
+    @staticmethod
+    def _overwrite(output: StepOutput | None) -> None:
+        if output is not None:
+            for array in (output.token_ids, output.logprobs, output.flags, output.top_ids, output.top_logprobs):
+                if array is not None:
+                    array.fill(77)
+            for scores in output.scores:
+                scores.fill(77)
 
     def _poison(self) -> None:
         """Nobody may count on a free block that has no name."""
