@@ -85,10 +85,10 @@ class Tokenizer:
 
 
 def _without_control(spec: dict[str, Any]) -> dict[str, Any]:
-    """The same tokenizer with nothing but text in it. Added tokens of pure white space are text.
+    """The same tokenizer in which no text is an added token, except pure white space, which is text.
 
-    Some models hold the added tokens as ordinary pieces too (Unigram would match `</s>` as one): those get names
-    that no text can spell, since nobody knows them.
+    They get names that nobody can spell, since nobody knows them. To leave them out would not do: the ids of the
+    others would move up, and some models (Unigram) hold `</s>` as an ordinary piece too.
     """
     added = spec.get("added_tokens") or ()
     control = {token["content"] for token in added if token["content"].strip()}
@@ -108,8 +108,15 @@ def _without_control(spec: dict[str, Any]) -> dict[str, Any]:
     if "merges" in model:
         pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"])
         model["merges"] = [pair for pair in pairs if control.isdisjoint((*pair, "".join(pair)))]
-    blank = [token for token in added if token["content"] not in control]
-    return {**spec, "model": model, "added_tokens": blank, "post_processor": None, "truncation": None, "padding": None}
+    renamed = [{**token, "content": hidden(token["content"])} for token in added]
+    return {
+        **spec,
+        "model": model,
+        "added_tokens": renamed,
+        "post_processor": None,
+        "truncation": None,
+        "padding": None,
+    }
 
 
 def _types(node: Any) -> set[str]:
