@@ -13,7 +13,7 @@ from protocols.errors import Overloaded
 from protocols.fields import Group, Record
 
 if TYPE_CHECKING:
-    from rollout.batches import Member
+    from rollout.submitted import Member
 
 RECORD_OVERHEAD = 4096
 """Bytes reserved for the header of a record, beside its arrays, its turns and its metadata."""
@@ -72,7 +72,7 @@ class Admission:
         while self._ready:
             member = self._ready[0][2]
             needed = member.group.spec.min_version
-            if member.started:
+            if member.started or member.ending is not None:
                 heapq.heappop(self._ready)
             elif needed is not None and needed > version:
                 heapq.heappop(self._ready)

@@ -1,4 +1,4 @@
-"""What clients submitted: batches of groups of trajectories, each from its accept to its ack."""
+"""Accepted work, from accept to ack: what runs, what waits, what has ended and is owed."""
 
 from __future__ import annotations
 
@@ -8,88 +8,30 @@ import itertools
 import logging
 import secrets
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 
 from protocols.codec import fingerprint
 from protocols.errors import Duplicate, Internal, StaleVersion, UnknownTrajectory
-from protocols.fields import Failure, Group, Record, Status, TrajectoryReason
-from protocols.replies import Accepted, BatchDone, GroupDone, TrajectoryDone, TurnDone
+from protocols.fields import Group, Record, Status, TrajectoryReason
+from protocols.replies import Accepted, TurnDone
 from protocols.requests import Cancel, Continue, SubmitBatch
 from rollout.admission import Admission, largest_record, record_bytes
-from rollout.outbox import Event
 from rollout.rollout import Rollout
 from rollout.sessions import Session
-from rollout.trajectory import TrajectorySpec
+from rollout.submitted import Batch, Member, SubmittedGroup
+from rollout.trajectory import End, TrajectorySpec
 
 log = logging.getLogger(__name__)
 
-
-@dataclass(slots=True, eq=False)
-class Count:
-    """Members of a group or batch. open: not ended. owed: not acknowledged."""
-
-    open: int = 0
-    owed: int = 0
-    ended: Counter[Status] = field(default_factory=Counter)
-
-    def settled(self) -> bool:
-        return self.owed == 0
-
-
-@dataclass(slots=True, eq=False)
-class Batch:
-    """submit_id: id of the newest submit that named this batch; its events carry it."""
-
-    session: Session
-    id: str
-    submit_id: str
-    accepted: float
-    groups: dict[str, Submitted] = field(default_factory=dict)
-    count: Count = field(default_factory=Count)
-
-
-@dataclass(slots=True, eq=False)
-class Submitted:
-    """A group. content: fingerprint of everything but which samples were asked for. seed: drawn if none came.
-
-    largest: bytes of the largest record a sample can become. deadline: ends those that have not started by then.
-    """
-
-    batch: Batch
-    spec: Group
-    content: bytes
-    seed: int
-    largest: int
-    count: Count = field(default_factory=Count)
-    deadline: asyncio.TimerHandle | None = None
-
-
-@dataclass(slots=True, eq=False)
-class Member:
-    """One trajectory. reserved: bytes of result space it holds now. forgotten: nobody is left who wants it."""
-
-    id: str
-    group: Submitted
-    sample_index: int
-    order: int
-    accepted: float
-    reserved: int = 0
-    started: bool = False
-    forgotten: bool = False
-    rollout: Rollout | None = None
-    record: Record | None = None
-
-    @property
-    def session(self) -> Session:
-        return self.group.batch.session
+BURST = 32
+"""Trajectories started, or ended, before other work on the loop gets its turn."""
 
 
 class Batches:
     """launch: makes the rollout of a trajectory; its second argument gets the turns that wait for an answer.
 
-    untouched: the record of a trajectory that failed before it began. version: what serves now. idle: nothing runs
+    untouched: the record of a trajectory that ends before it began. version: what serves now. idle: nothing runs
     or waits. acknowledged: no result is kept for anybody.
     """
 
@@ -98,7 +40,7 @@ class Batches:
         admission: Admission,
         *,
         launch: Callable[[TrajectorySpec, Callable[[TurnDone], None]], Rollout],
-        untouched: Callable[[TrajectorySpec, Failure], Record],
+        untouched: Callable[[TrajectorySpec, End], Record],
         version: Callable[[], int],
         max_context: int,
     ) -> None:
@@ -107,10 +49,13 @@ class Batches:
         self._untouched = untouched
         self._version = version
         self._max_context = max_context
-        self._order = itertools.count()
+        self._orders = itertools.count()
         self._starts = itertools.count()
-        self._tasks: dict[asyncio.Task[Record], Member] = {}
         self._waiting: dict[Member, None] = {}
+        self._tasks: dict[asyncio.Task[Record], Member] = {}
+        self._to_end: deque[Member] = deque()
+        self._admitting: asyncio.Handle | None = None
+        self._ending: asyncio.Handle | None = None
         self.idle = asyncio.Event()
         self.acknowledged = asyncio.Event()
         self.idle.set()
@@ -135,7 +80,7 @@ class Batches:
             for j, (name, index) in enumerate(zip(spec.trajectory_ids, indices, strict=True)):
                 member = session.trajectories.get(name)
                 if member is None:
-                    new.append(Member(name, group, index, next(self._order), time.monotonic()))
+                    new.append(Member(name, group, index, next(self._orders), time.monotonic()))
                 elif (member.group, member.sample_index) == (group, index):
                     known.append(member)
                 else:
@@ -144,15 +89,15 @@ class Batches:
         self.admission.check(len(new))
         batch.submit_id = submit.id
         for member in known:
-            session.repeat(("trajectory", member.id))
+            session.repeat(member.key)
         for member in new:
             self._add(member)
         return Accepted(id=submit.id, batch_id=batch.id, trajectories=len(known) + len(new), known=len(known))
 
     def admit(self) -> None:
-        """Start what may start: called after every change that can make room."""
-        while (member := self.admission.next(self._version())) is not None:
-            self._start(member)
+        """Start what may start, soon: called after every change that can make room."""
+        if self._admitting is None:
+            self._admitting = asyncio.get_running_loop().call_soon(self._admit)
 
     def answer(self, session: Session, message: Continue) -> bool:
         """False: the trajectory has ended meanwhile. Raises UnknownTrajectory, PrefixMismatch, BadRequest."""
@@ -163,18 +108,15 @@ class Batches:
             return False
         member.rollout.answer(message)
         if member.rollout.pending_turn is None:
-            session.outbox.drop(("turn", member.id))
+            session.outbox.drop(member.turn_key)
         return True
 
     def cancel(self, session: Session, message: Cancel) -> dict[str, int]:
         """End what still runs or waits; what that finds, counted."""
         found = Counter(cancelled=0, ended=0, unknown=0)
         for member in self._named(session, message, found):
-            if member.record is None:
-                found["cancelled"] += 1
-                self._end(member, "abort_client")
-            else:
-                found["ended"] += 1
+            found["cancelled" if member.record is None else "ended"] += 1
+            self._end_soon(member, "abort_client")
         return dict(found)
 
     def acknowledge(self, session: Session, names: Iterable[str]) -> None:
@@ -182,7 +124,7 @@ class Batches:
         for name in names:
             member = session.trajectories.get(name)
             if member is not None and member.record is not None:
-                session.settle(("trajectory", name))
+                session.settle(member.key)
                 self._forget(member)
         self.admit()
 
@@ -190,29 +132,32 @@ class Batches:
         """Nobody wants this session's work any more: end it. How many of its trajectories had not ended."""
         unfinished = 0
         for member in tuple(session.trajectories.values()):
-            if member.record is not None:
+            if member.record is None:
+                unfinished += 1
+                member.forgotten = True
+                self._end_soon(member, "abort_client")
+            else:
                 self.results_dropped += 1
                 self._forget(member)
-                continue
-            unfinished += 1
-            member.forgotten = True
-            self._end(member, "abort_client")
         self.admit()
         return unfinished
 
-    def end_all(self, reason: TrajectoryReason, *, waiting_only: bool = False) -> None:
-        members = [*self._waiting] + ([] if waiting_only else [*self._tasks.values()])
-        for member in members:
-            self._end(member, reason)
+    def end_waiting(self, reason: TrajectoryReason) -> None:
+        for member in self._waiting:
+            self._end_soon(member, reason)
+
+    def end_running(self, reason: TrajectoryReason) -> None:
+        for member in self._tasks.values():
+            self._end_soon(member, reason)
 
     # What happens to a trajectory.
 
-    def _group(self, batch: Batch, spec: Group, content: bytes) -> Submitted:
+    def _group(self, batch: Batch, spec: Group, content: bytes) -> SubmittedGroup:
         seed = secrets.randbits(64) if spec.sampling.seed is None else spec.sampling.seed
-        return Submitted(batch, spec, content, seed, largest_record(spec, self._max_context))
+        return SubmittedGroup(batch, spec, content, seed, largest_record(spec, self._max_context))
 
     def _add(self, member: Member) -> None:
-        group, batch, session = member.group, member.group.batch, member.session
+        group, batch, session = member.group, member.batch, member.session
         session.trajectories[member.id] = member
         session.batches[batch.id] = batch
         batch.groups[group.spec.id] = group
@@ -225,55 +170,66 @@ class Batches:
         if group.deadline is None and (seconds := group.spec.budget.trajectory_deadline_s) is not None:
             group.deadline = asyncio.get_running_loop().call_later(seconds, self._overdue, group)
 
-    def _overdue(self, group: Submitted) -> None:
-        """The deadline of samples that still wait: they end now, with what that means."""
-        group.deadline = None
-        needed, version = group.spec.min_version, self._version()
-        for member in [member for member in self._waiting if member.group is group]:
-            self.admission.start(member, 0)
-            if needed is None or needed <= version:
-                self._start(member)
-                continue
-            del self._waiting[member]
-            member.started = True
-            failure = StaleVersion(f"version {needed} was waited for, {version} serves", scope="trajectory").failure()
-            self._finish(member, self._untouched(self._spec(member), failure))
+    def _admit(self) -> None:
+        self._admitting = None
+        for _ in range(BURST):
+            member = self.admission.next(self._version())
+            if member is None:
+                return
+            self._start(member)
+        self.admit()
 
-    def _spec(self, member: Member) -> TrajectorySpec:
-        group = member.group
-        return TrajectorySpec(
-            session=member.session.token,
-            batch_id=group.batch.id,
-            group=group.spec,
-            trajectory_id=member.id,
-            sample_index=member.sample_index,
-            seed=group.seed,
-            order=next(self._starts),
-            accepted=member.accepted,
-        )
-
-    def _start(self, member: Member, reason: TrajectoryReason | None = None) -> None:
-        """Run it; with a reason, only to its record."""
+    def _start(self, member: Member) -> None:
+        """`member` has its room."""
         del self._waiting[member]
         member.started = True
-        member.rollout = self._launch(self._spec(member), functools.partial(self._turn, member))
-        if reason is not None:
-            member.rollout.cancel(reason)
+        member.rollout = self._launch(member.spec(next(self._starts)), functools.partial(self._turn, member))
         task = asyncio.get_running_loop().create_task(member.rollout.run())
         self._tasks[task] = member
         task.add_done_callback(self._ended)
 
-    def _end(self, member: Member, reason: TrajectoryReason) -> None:
-        if member.rollout is not None:
-            member.rollout.cancel(reason)
-        else:
-            self.admission.start(member, 0)
-            self._start(member, reason)
-
     def _turn(self, member: Member, turn: TurnDone) -> None:
         if not member.forgotten:
-            batch = member.group.batch
-            member.session.post(Event(("turn", member.id), lambda: turn.model_copy(update={"id": batch.submit_id})))
+            member.session.post(member.turn(turn))
+
+    def _end_soon(self, member: Member, reason: TrajectoryReason) -> None:
+        """The first reason stays. A great many may end at once: the loop has other work between them."""
+        if member.record is not None or member.ending is not None:
+            return
+        member.ending = reason
+        self._to_end.append(member)
+        if self._ending is None:
+            self._ending = asyncio.get_running_loop().call_soon(self._end_some)
+
+    def _end_some(self) -> None:
+        self._ending = None
+        for _ in range(min(BURST, len(self._to_end))):
+            member = self._to_end.popleft()
+            if member.rollout is not None and member.ending is not None:
+                member.rollout.cancel(member.ending)
+            elif member in self._waiting and member.ending is not None:
+                self._end_unstarted(member, End(member.ending))
+        if self._to_end:
+            self._ending = asyncio.get_running_loop().call_soon(self._end_some)
+
+    def _overdue(self, group: SubmittedGroup) -> None:
+        """The deadline of samples that still wait: they end now, with what that means."""
+        group.deadline = None
+        needed, version = group.spec.min_version, self._version()
+        for member in [member for member in self._waiting if member.group is group]:
+            if needed is not None and needed > version:
+                stale = StaleVersion(f"version {needed} was waited for, {version} serves", scope="trajectory")
+                self._end_unstarted(member, End("error", failure=stale.failure()))
+            else:
+                # Its deadline has passed, which the rollout notices before anything else.
+                self.admission.start(member, 0)
+                self._start(member)
+
+    def _end_unstarted(self, member: Member, end: End) -> None:
+        del self._waiting[member]
+        member.started = True
+        self.admission.start(member, 0)
+        self._finish(member, self._untouched(member.spec(next(self._starts)), end))
 
     def _ended(self, task: asyncio.Task[Record]) -> None:
         member = self._tasks.pop(task)
@@ -282,12 +238,12 @@ class Batches:
         except BaseException as error:
             # A rollout makes a record of everything; if it cannot, its group must still end.
             log.exception("trajectory %r broke", member.id)
-            failure = Internal(f"{type(error).__name__}: {error}", scope="trajectory").failure()
-            record = self._untouched(self._spec(member), failure)
+            broken = Internal(f"{type(error).__name__}: {error}", scope="trajectory")
+            record = self._untouched(member.spec(next(self._starts)), End("error", failure=broken.failure()))
         self._finish(member, record)
 
     def _finish(self, member: Member, record: Record) -> None:
-        group, batch, session = member.group, member.group.batch, member.session
+        group, batch, session = member.group, member.batch, member.session
         member.record, member.rollout = record, None
         self.ended[record.status] += 1
         self.admission.ended(member, record_bytes(record))
@@ -297,24 +253,24 @@ class Batches:
         if group.count.open == 0 and group.deadline is not None:
             group.deadline.cancel()
             group.deadline = None
-        session.outbox.drop(("turn", member.id))
+        session.outbox.drop(member.turn_key)
         if member.forgotten:
             self._forget(member)
         else:
             self.results += 1
             self.acknowledged.clear()
-            session.post(Event(("trajectory", member.id), lambda: TrajectoryDone(id=batch.submit_id, record=record)))
+            session.post(member.done(record))
             if group.count.open == 0:
-                session.post(_group_done(group))
+                session.post(group.done())
             if batch.count.open == 0:
-                session.post(_batch_done(batch))
+                session.post(batch.done())
         self.admit()
         if not self._tasks and not self._waiting:
             self.idle.set()
 
     def _forget(self, member: Member) -> None:
         """The result is acknowledged, or nobody wants it: its id and its room are free."""
-        group, batch, session = member.group, member.group.batch, member.session
+        group, batch, session = member.group, member.batch, member.session
         self.admission.keep(member, 0)
         if not member.forgotten:
             self.results -= 1
@@ -324,9 +280,9 @@ class Batches:
         for count in (group.count, batch.count):
             count.owed -= 1
         if group.count.settled():
-            session.outbox.sweep(("group", batch.id, group.spec.id))
+            session.outbox.sweep(group.key)
         if batch.count.settled():
-            session.outbox.sweep(("batch", batch.id))
+            session.outbox.sweep(batch.key)
             session.batches.pop(batch.id, None)
 
     def _named(self, session: Session, message: Cancel, found: Counter[str]) -> list[Member]:
@@ -339,29 +295,8 @@ class Batches:
                 found["unknown"] += 1
         batches, groups = set(message.batch_ids), set(message.group_ids)
         for member in session.trajectories.values():
-            if member.group.spec.id in groups or member.group.batch.id in batches:
+            if member.group.spec.id in groups or member.batch.id in batches:
                 members[member] = None
         found["unknown"] += len(batches - session.batches.keys())
         found["unknown"] += len(groups - {name for batch in session.batches.values() for name in batch.groups})
         return list(members)
-
-
-def _group_done(group: Submitted) -> Event:
-    batch, counts = group.batch, dict(group.count.ended)
-    complete = not counts.keys() & {"aborted", "failed"}
-    return Event(
-        ("group", batch.id, group.spec.id),
-        lambda: GroupDone(
-            id=batch.submit_id, batch_id=batch.id, group_id=group.spec.id, counts=counts, complete=complete
-        ),
-        settled=group.count.settled,
-    )
-
-
-def _batch_done(batch: Batch) -> Event:
-    counts, wall_s = dict(batch.count.ended), time.monotonic() - batch.accepted
-    return Event(
-        ("batch", batch.id),
-        lambda: BatchDone(id=batch.submit_id, batch_id=batch.id, counts=counts, wall_s=wall_s),
-        settled=batch.count.settled,
-    )

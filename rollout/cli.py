@@ -7,7 +7,7 @@ import logging
 import signal
 import sys
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType, UnionType
 from typing import Any, Literal, NoReturn
 
@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from rollout.config import WorkerConfig
+from rollout.start import Loaded, StartError, run_worker
 
 NAME = "rollout-worker"
 USAGE = 2
@@ -22,22 +23,29 @@ USAGE = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    config = parse(sys.argv[1:] if argv is None else argv)
+    return run(parse(sys.argv[1:] if argv is None else argv), _load)
+
+
+def run(config: WorkerConfig, load: Callable[[WorkerConfig], Loaded]) -> int:
+    """A worker from its start to its end, over the engine that `load` makes. Returns the exit code."""
     logging.basicConfig(
         format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=config.log_level.upper(), stream=sys.stderr
     )
     # Until there is something to drain, either signal simply ends the start.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
-    # Torch takes seconds to import: after the options are known to be good.
-    from rollout.load import load
-    from rollout.start import StartError, run_worker
-
     try:
         return run_worker(config, load)
     except StartError as error:
         print(f"{NAME}: {error}", file=sys.stderr)
         return 1
+
+
+def _load(config: WorkerConfig) -> Loaded:
+    # Torch takes seconds to import: only once the options and the address are known to be good.
+    from rollout.load import load
+
+    return load(config)
 
 
 def parse(argv: Sequence[str]) -> WorkerConfig:

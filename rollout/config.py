@@ -83,7 +83,9 @@ class WorkerConfig(BaseSettings):
     env: tuple[str, ...] = option((), "environments", "name=module:Class of an environment; may be repeated")
 
     drain_timeout: Seconds = option(30.0, "shutdown", "running work may go on after SIGTERM", unit="s")
-    ack_timeout: Seconds = option(1.5, "shutdown", "then results may take to be delivered and acknowledged", unit="s")
+    ack_timeout: Seconds = option(
+        1.0, "shutdown", "after that, what is left may take to be ended, delivered and acknowledged", unit="s"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = option(
         "info", "shutdown", "least severe log line written"
     )

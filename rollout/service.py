@@ -19,7 +19,7 @@ import zmq
 from engine.handle import EngineHandle
 from protocols.codec import decode_request, encode
 from protocols.errors import BadRequest, ShuttingDown
-from protocols.fields import Failure, Limits, ModelInfo, Record, Times
+from protocols.fields import Limits, ModelInfo, Record, Times
 from protocols.replies import Pong, ReplyMessage, TurnDone, WorkerStatus
 from rollout.admission import Admission
 from rollout.async_engine import AsyncEngine
@@ -55,14 +55,14 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Seconds. client: an unreachable client's work is kept. drain: running work gets at shutdown.
+    """Seconds. client: an unreachable client's work is kept. drain: running work may go on after a signal.
 
-    ack: after that, for results to be delivered and acknowledged and the engine to stop.
+    ack: what comes after that (ending the rest, delivery, acknowledgements, the engine's stop) may take.
     """
 
     client: float = 3.0
     drain: float = 30.0
-    ack: float = 1.5
+    ack: float = 1.0
 
 
 class Service:
@@ -144,12 +144,13 @@ class Service:
     async def _wind_down(self) -> None:
         self.stopping = True
         timeouts = self._timeouts
-        self.batches.end_all("abort_shutdown", waiting_only=True)
+        end = self.now + timeouts.drain + timeouts.ack
+        self.batches.end_waiting("abort_shutdown")
         # A dead or paused engine finishes nothing.
         await _within(self.batches.idle.wait(), 0.0 if self.engine.died or self.paused else timeouts.drain)
-        end = self.now + timeouts.ack
-        self.batches.end_all("abort_shutdown")
+        self.batches.end_running("abort_shutdown")
         await _within(self.batches.idle.wait(), timeouts.ack / 2)
+        # Delivery may use what is left of the drain: a result that is not taken over has to be made again elsewhere.
         await _within(self.batches.acknowledged.wait(), end - self.now)
         if left := self.batches.results:
             log.warning("%d results were not acknowledged before the end", left)
@@ -157,7 +158,7 @@ class Service:
             for task, request_id in tuple(connection.calls.items()):
                 task.cancel()
                 self.refuse(connection.peer, request_id, ShuttingDown("the worker shut down before this was done"))
-        if not await self.engine.close(max(0.2, end - self.now)):
+        if not await self.engine.close(timeouts.ack / 4):
             log.warning("the engine did not stop in time")
 
     def _launch(self, spec: TrajectorySpec, on_turn: Callable[[TurnDone], None]) -> Rollout:
@@ -170,9 +171,8 @@ class Service:
             tokenizer=self._tokenizer,
         )
 
-    def _untouched(self, spec: TrajectorySpec, failure: Failure) -> Record:
+    def _untouched(self, spec: TrajectorySpec, end: End) -> Record:
         waited = 0.0 if spec.accepted is None else self.now - spec.accepted
-        end = End("error", failure=failure)
         return Trajectory(spec, self.model).to_record(end, Times(queue=waited), waited, Rewards())
 
     # Messages in and out.

@@ -18,7 +18,7 @@ from rollout.outbox import Event, Key, Outbox
 from rollout.sender import Sender
 
 if TYPE_CHECKING:
-    from rollout.batches import Batch, Member
+    from rollout.submitted import Batch, Member
 
 
 class Connection:

@@ -19,6 +19,9 @@ from rollout.service import Served, Service, Timeouts
 
 log = logging.getLogger(__name__)
 
+LEAVE_S = 0.3
+"""How long cancelled tasks may take to unwind at the very end."""
+
 
 class StartError(Exception):
     """The worker cannot start; the message says what to do."""
@@ -45,7 +48,11 @@ def run_worker(config: WorkerConfig, load: Callable[[WorkerConfig], Loaded]) -> 
         raise StartError(str(error)) from None
     try:
         loaded = load(config)
-        return asyncio.run(_serve(config, channel, loaded))
+        loop = asyncio.new_event_loop()
+        try:
+            return loop.run_until_complete(_serve(config, channel, loaded))
+        finally:
+            _leave(loop)
     finally:
         channel.close(linger=0.0)
 
@@ -70,6 +77,15 @@ async def _serve(config: WorkerConfig, channel: Channel, loaded: Loaded) -> int:
             write_ready_file(config.ready_file, address=channel.address, boot_id=service.boot_id)
 
     return 0 if await service.run(ready) else 1
+
+
+def _leave(loop: asyncio.AbstractEventLoop) -> None:
+    """End what is left, and do not wait for environments that will not be ended (`asyncio.run` would)."""
+    if tasks := asyncio.all_tasks(loop):
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(asyncio.wait(tasks, timeout=LEAVE_S))
+    loop.close()
 
 
 def _catch_signals(service: Service) -> None:

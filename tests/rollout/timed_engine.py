@@ -171,6 +171,7 @@ class TimedEngine:
         length = len(request.token_ids)
         scores = np.full(length, -1.5, np.float32)
         scores[:1] = np.nan
+        k = request.top_logprobs
         return Completion(
             request.id,
             reason,
@@ -178,6 +179,8 @@ class TimedEngine:
             dict.fromkeys(request.logprob_modes, reply_logprobs(count)),
             weight_versions=((self.version, count),) if count else (),
             kv_version=self.version,
+            top_ids=np.zeros((count, k), np.int32) if k else None,
+            top_logprobs=np.full((count, k), -1.0, np.float32) if k else None,
             prompt_logprobs=dict.fromkeys(request.logprob_modes, scores) if request.prompt_logprobs else None,
         )
 

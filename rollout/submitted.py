@@ -1,0 +1,138 @@
+"""What a client submitted: a batch of groups of members, each member one trajectory."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+from protocols.fields import Group, Record, Status, TrajectoryReason
+from protocols.replies import BatchDone, GroupDone, TrajectoryDone, TurnDone
+from rollout.outbox import Event, Key
+from rollout.rollout import Rollout
+from rollout.sessions import Session
+from rollout.trajectory import TrajectorySpec
+
+
+@dataclass(slots=True, eq=False)
+class Count:
+    """Members of a group or batch. open: not ended. owed: not acknowledged."""
+
+    open: int = 0
+    owed: int = 0
+    ended: Counter[Status] = field(default_factory=Counter)
+
+    def settled(self) -> bool:
+        return self.owed == 0
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """submit_id: id of the newest submit that named this batch; its events carry it."""
+
+    session: Session
+    id: str
+    submit_id: str
+    accepted: float
+    groups: dict[str, SubmittedGroup] = field(default_factory=dict)
+    count: Count = field(default_factory=Count)
+
+    @property
+    def key(self) -> Key:
+        return "batch", self.id
+
+    def done(self) -> Event:
+        counts, wall_s = dict(self.count.ended), time.monotonic() - self.accepted
+        return Event(
+            self.key,
+            lambda: BatchDone(id=self.submit_id, batch_id=self.id, counts=counts, wall_s=wall_s),
+            settled=self.count.settled,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class SubmittedGroup:
+    """content: fingerprint of everything but which samples were asked for. seed: drawn if none came.
+
+    largest: bytes of the largest record a sample can become. deadline: ends samples that have not started by then.
+    """
+
+    batch: Batch
+    spec: Group
+    content: bytes
+    seed: int
+    largest: int
+    count: Count = field(default_factory=Count)
+    deadline: asyncio.TimerHandle | None = None
+
+    @property
+    def key(self) -> Key:
+        return "group", self.batch.id, self.spec.id
+
+    def done(self) -> Event:
+        batch, counts = self.batch, dict(self.count.ended)
+        complete = not counts.keys() & {"aborted", "failed"}
+        return Event(
+            self.key,
+            lambda: GroupDone(
+                id=batch.submit_id, batch_id=batch.id, group_id=self.spec.id, counts=counts, complete=complete
+            ),
+            settled=self.count.settled,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One trajectory. order: of its accept. reserved: bytes of result space it holds now.
+
+    started: it has left the queue. ending: it is to end for this reason. forgotten: nobody is left who wants it.
+    rollout: while it runs. record: from its end on.
+    """
+
+    id: str
+    group: SubmittedGroup
+    sample_index: int
+    order: int
+    accepted: float
+    reserved: int = 0
+    started: bool = False
+    ending: TrajectoryReason | None = None
+    forgotten: bool = False
+    rollout: Rollout | None = None
+    record: Record | None = None
+
+    @property
+    def batch(self) -> Batch:
+        return self.group.batch
+
+    @property
+    def session(self) -> Session:
+        return self.group.batch.session
+
+    @property
+    def key(self) -> Key:
+        return "trajectory", self.id
+
+    @property
+    def turn_key(self) -> Key:
+        return "turn", self.id
+
+    def spec(self, start: int) -> TrajectorySpec:
+        """start: its place among all trajectories that were started."""
+        return TrajectorySpec(
+            session=self.session.token,
+            batch_id=self.batch.id,
+            group=self.group.spec,
+            trajectory_id=self.id,
+            sample_index=self.sample_index,
+            seed=self.group.seed,
+            order=start,
+            accepted=self.accepted,
+        )
+
+    def done(self, record: Record) -> Event:
+        return Event(self.key, lambda: TrajectoryDone(id=self.batch.submit_id, record=record))
+
+    def turn(self, turn: TurnDone) -> Event:
+        return Event(self.turn_key, lambda: turn.model_copy(update={"id": self.batch.submit_id}))
