@@ -43,7 +43,7 @@ ROW = np.dtype(
 a row of `offset`. raw: it wants a T = 1 normaliser beside its own. top, primary: how many alternatives, in which mode.
 key: the noise key without the position."""
 
-_FLOAT32 = np.finfo(np.float32)
+_SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 _KEY_OFF = (0,) * (noise.KEY_WORDS - 1)
 NEUTRAL = np.array((False, 1, 0, 1, 0, 1, 0, 0, False, False, False, 0, PROCESSED, _KEY_OFF), ROW)
 
@@ -57,7 +57,7 @@ def row(params: SamplingParams, modes: tuple[LogprobMode, ...], top: int, vocab_
         primary = TEMPERATURE if primary == PROCESSED else primary
     else:
         # What float32 would round to 0 or to infinity would divide 0 by 0, or -inf (not allowed) by infinity.
-        out["temperature"] = min(max(params.temperature, _FLOAT32.tiny), _FLOAT32.max)
+        out["temperature"] = min(max(params.temperature, _SMALLEST), _LARGEST)
         out["top_k"] = params.top_k if params.top_k < vocab_size else 0
         out["top_p"] = params.top_p
         out["min_p"] = params.min_p

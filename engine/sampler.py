@@ -91,9 +91,9 @@ class Sampler:
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, slots: IntArray, positions: IntArray) -> Sampled:
-        """Sample one token a row and count it.
+        """Sample one token a row; then count it, where its slot has penalties.
 
-        logits: float32[S, V] on the device, not written. slots: int32[S], each at most once.
+        logits: float32[S, V] on the device, not written. slots: int32[S].
         positions: int32[S], absolute position of the token that is sampled (context + queries of the row).
         """
         rows = self._slots[slots]
