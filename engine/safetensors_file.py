@@ -114,7 +114,7 @@ class SafetensorsFile:
         self.read_into(memoryview(raw))
         try:
             header = json.loads(raw, object_pairs_hook=self._without_repeats)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self.invalid(f"header is not JSON: {error}") from error
         if not isinstance(header, dict):
             raise self.invalid("header is not an object")

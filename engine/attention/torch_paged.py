@@ -32,11 +32,12 @@ class Attention(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Decode:
-    """index: int64[rows * kv_heads * longest] into the pool seen as [.., head_dim]; bias: fp32 0 or -inf."""
+    """index: int64[rows * kv_heads * longest] into the pool seen as [.., head_dim]; bias: fp32, 0 or -inf, for the
+    scores [rows * kv_heads, query heads of a KV head, longest]."""
 
     rows: int
     index: Tensor
-    bias: Tensor | None
+    bias: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ class TorchPagedAttention:
         self._kv_heads = config.num_kv_heads
         self._in_block = torch.arange(BLOCK_SIZE, device=device)
         self._heads = torch.arange(config.num_kv_heads, device=device)[:, None]
+        self._no_bias = torch.zeros(1, 1, 1, device=device)
 
     def plan(self, step: StepInput) -> AttentionStep:
         decode = self._plan_decode(step) if step.num_decode else None
@@ -64,7 +66,7 @@ class TorchPagedAttention:
     def _plan_decode(self, step: StepInput) -> _Decode:
         rows = step.num_decode
         offsets = torch.arange(step.longest_decode, device=self._device)
-        bias = None
+        bias = self._no_bias
         if step.shortest_decode < step.longest_decode:
             live = offsets < step.kv_lens[:rows, None]
             offsets = torch.where(live, offsets, 0)
@@ -103,10 +105,8 @@ def _attend_decode(decode: _Decode, q: Tensor, keys: Tensor, values: Tensor) -> 
     q = q[: decode.rows].reshape(groups, -1, dim).float()
     k = keys.view(-1, dim).index_select(0, decode.index).view(groups, -1, dim).float()
     v = values.view(-1, dim).index_select(0, decode.index).view(groups, -1, dim).float()
-    scores = (q * dim**-0.5) @ k.transpose(1, 2)
-    if decode.bias is not None:
-        scores += decode.bias
-    out = torch.softmax(scores, dim=-1) @ v
+    scores = torch.baddbmm(decode.bias, q, k.transpose(1, 2), alpha=dim**-0.5)
+    out = torch.bmm(torch.softmax(scores, dim=-1), v)
     return out.view(decode.rows, -1).to(keys.dtype)
 
 
