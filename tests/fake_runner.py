@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
 
 import numpy as np
 
@@ -27,25 +26,29 @@ POISON = np.int64(-0x7E57_7E57_7E57)
 Script = Callable[[SamplingParams, int], int | None]
 
 
-def mix(*values: int | np.ndarray) -> np.ndarray:
-    """A 64-bit hash of integers, elementwise, wrapping."""
-    with np.errstate(over="ignore"):
-        state = np.uint64(0x9E3779B97F4A7C15)
-        for value in values:
-            state = (state ^ np.asarray(value).astype(np.uint64)) * np.uint64(0xBF58476D1CE4E5B9)
-            state = (state ^ (state >> np.uint64(29))) * np.uint64(0x94D049BB133111EB)
-            state = state ^ (state >> np.uint64(32))
-    return state.astype(np.int64)
+MASK = 2**64 - 1
 
 
-def kv_of(token_ids: np.ndarray, start: int, before: np.int64, weights: int) -> np.ndarray:
-    """int64[n]: KV of ids at positions [start, start + n), given the KV of the position before."""
-    return before + np.cumsum(mix(token_ids, np.arange(start, start + len(token_ids)), weights))
+def mix(*values: int) -> int:
+    """A 64-bit hash of integers."""
+    state = 0x9E3779B97F4A7C15
+    for value in values:
+        state = ((state ^ (value & MASK)) * 0xBF58476D1CE4E5B9) & MASK
+        state = ((state ^ (state >> 29)) * 0x94D049BB133111EB) & MASK
+    return state ^ (state >> 32)
 
 
-def _counts(token_ids: int | np.ndarray, kind: int = 1) -> int:
+def mix_each(values: np.ndarray, salt: int, first: int) -> np.ndarray:
+    """int64[n]: a hash of each value with its index, counted from `first`."""
+    index = np.arange(first, first + len(values)).astype(np.uint64)
+    state = (values.astype(np.uint64) ^ np.uint64(mix(salt))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(29)) ^ index) * np.uint64(0x94D049BB133111EB)
+    return (state ^ (state >> np.uint64(32))).astype(np.int64)
+
+
+def counts_of(token_ids: np.ndarray, kind: int) -> int:
     """Which ids occurred how often, in no order, as one number."""
-    return sum(mix(token_ids, kind).ravel().tolist())
+    return sum(mix(token_id, kind) for token_id in token_ids.tolist())
 
 
 @dataclass
@@ -54,6 +57,14 @@ class SlotState:
 
     start: SlotStart
     counts: int
+
+
+@dataclass(frozen=True)
+class Sampled:
+    token_id: int
+    flags: int
+    logprob: float
+    top_ids: list[int]
 
 
 class FakeRunner:
@@ -143,10 +154,10 @@ class FakeRunner:
     def _run(self, plan: StepPlan) -> StepOutput:
         self._poison()
         for start in plan.starts:
-            sampled = start.token_ids[start.sampled]
-            self._slots[start.slot] = SlotState(start, _counts(start.token_ids) + _counts(sampled, 2))
-        sampling: list[tuple[int, int, int, np.float32, np.ndarray | None, np.ndarray | None]] = []
-        scores, wanted = [], {score.row: score for score in plan.scores}
+            counts = counts_of(start.token_ids, 1) + counts_of(start.token_ids[start.sampled], 2)
+            self._slots[start.slot] = SlotState(start, counts)
+        sampled: list[Sampled] = []
+        scores, wanted = [], {score.row: score.targets for score in plan.scores}
         ends = np.cumsum(plan.query_lens[plan.num_decode :])
         for row in range(plan.num_rows):
             slot = int(plan.slots[row])
@@ -157,70 +168,45 @@ class FakeRunner:
                 ids = plan.token_ids[end - plan.query_lens[row] : end].astype(np.int64)
             seen, flags = self._forward(plan, row, ids)
             if row in wanted:
-                targets = wanted[row].targets
-                each = np.array([self._logprob(int(h), int(t)) for h, t in zip(seen, targets, strict=True)], np.float32)
-                each[targets < 0] = np.nan
+                pairs = zip(seen.tolist(), wanted[row].tolist(), strict=True)
+                each = np.array([logprob(h, t) if t >= 0 else np.nan for h, t in pairs], np.float32)
                 scores.append(np.stack((each, each - 1, each - 2)))
             if plan.samples[row]:
-                sampling.append((row, *self._sample(slot, int(seen[-1]), int(flags[-1]), plan, row)))
-        return self._output(sampling, scores)
+                position = int(plan.context_lens[row] + plan.query_lens[row])
+                sampled.append(self._sample(slot, position, int(seen[-1]), int(flags[-1])))
+        return output_of(sampled, scores)
 
     def _forward(self, plan: StepPlan, row: int, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Write the row's KV, then read all of its context: int64[q], what each query position saw; its flags."""
         blocks = plan.block_ids[plan.block_indptr[row] : plan.block_indptr[row + 1]]
         context = int(plan.context_lens[row])
+        end = context + len(ids)
         assert ids.min() >= 0, "a token that was never sampled is read"
-        positions = np.arange(context, context + len(ids))
         kv, flags = self.kv[blocks].ravel(), self.flags[blocks].ravel()
         before = kv[context - 1] if context else np.int64(0)
-        kv[positions] = kv_of(ids, context, before, self.weights)
-        special = np.array([self._special.get(int(i), 0) for i in ids], np.uint8)
-        flags[positions] = np.bitwise_or.accumulate(special) | (flags[context - 1] if context else np.uint8(0))
-        self.kv[blocks[positions // BLOCK_SIZE], positions % BLOCK_SIZE] = kv[positions]
-        self.flags[blocks[positions // BLOCK_SIZE], positions % BLOCK_SIZE] = flags[positions]
-        whole = kv[: context + len(ids)]
-        assert (whole != POISON).all(), "KV that was never written is read"
-        seen = np.cumsum(mix(whole, np.arange(len(whole))))[context:]
-        return seen, flags[positions]
+        kv[context:end] = before + np.cumsum(mix_each(ids, self.weights, context))
+        special = np.array([self._special.get(i, 0) for i in ids.tolist()], np.uint8)
+        flags[context:end] = np.bitwise_or.accumulate(special) | (flags[context - 1] if context else 0)
+        positions = np.arange(context, end)
+        at = blocks[positions // BLOCK_SIZE], positions % BLOCK_SIZE
+        self.kv[at], self.flags[at] = kv[context:end], flags[context:end]
+        assert (kv[:end] != POISON).all(), "KV that was never written is read"
+        return np.cumsum(mix_each(kv[:end], 0, 0))[context:], flags[context:end]
 
-    def _sample(
-        self, slot: int, seen: int, flags: int, plan: StepPlan, row: int
-    ) -> tuple[int, int, np.float32, np.ndarray | None, np.ndarray | None]:
-        """(id, flags, logprob, alternatives, their logprobs); the id goes into `last_token`."""
+    def _sample(self, slot: int, position: int, seen: int, flags: int) -> Sampled:
+        """The id goes into `last_token` and into the slot's counts."""
         state = self._slots[slot]
         params = state.start.params
-        position = int(plan.context_lens[row] + plan.query_lens[row])
-        noise = 0 if params.temperature == 0 else int(mix(params.seed, params.sample_index, params.segment, position))
-        counts = state.counts % 2**63 if params.has_penalties else 0
-        token = int(mix(seen, noise, counts)) % self.vocab_size
+        noise = 0 if params.temperature == 0 else mix(params.seed, params.sample_index, params.segment, position)
+        counts = state.counts if params.has_penalties else 0
         scripted = self.script(params, position)
-        token = 0 if flags else token if scripted is None else scripted
+        token = mix(seen, noise, counts) % self.vocab_size if scripted is None else scripted
+        if flags:
+            token = 0
         self.last_token[slot] = token
-        state.counts += _counts(token) + _counts(token, 2)
-        logprob = np.float32(np.nan) if flags else self._logprob(seen, token)
-        k = state.start.top_logprobs
-        top_ids = np.array([(token + i) % self.vocab_size for i in range(k)], np.int32)
-        return token, flags, logprob, top_ids, logprob - np.arange(k, dtype=np.float32)
-
-    def _logprob(self, seen: int, token: int) -> np.float32:
-        return np.float32(-(int(mix(seen, token)) % 4096) / 1024)
-
-    @staticmethod
-    def _output(sampling: list[Any], scores: list[np.ndarray]) -> StepOutput:
-        logprobs = np.array([entry[3] for entry in sampling], np.float32)
-        width = max((len(entry[4]) for entry in sampling), default=0)
-        top_ids = np.zeros((len(sampling), width), np.int32)
-        top = np.full((len(sampling), width), np.nan, np.float32)
-        for i, entry in enumerate(sampling):
-            top_ids[i, : len(entry[4])], top[i, : len(entry[4])] = entry[4], entry[5]
-        return StepOutput(
-            token_ids=np.array([entry[1] for entry in sampling], np.int32),
-            logprobs=np.stack((logprobs, logprobs - 1, logprobs - 2)),
-            flags=np.array([entry[2] for entry in sampling], np.uint8),
-            top_ids=top_ids if width else None,
-            top_logprobs=top if width else None,
-            scores=tuple(scores),
-        )
+        state.counts += mix(token, 1) + mix(token, 2)
+        top_ids = [(token + i) % self.vocab_size for i in range(state.start.top_logprobs)]
+        return Sampled(token, flags, np.nan if flags else logprob(seen, token), top_ids)
 
     @staticmethod
     def _overwrite(output: StepOutput | None) -> None:
@@ -236,6 +222,24 @@ class FakeRunner:
         if self._pool is not None:
             free = [b for b in range(1, self.num_blocks) if not self._pool.references(b) and not self._pool.key(b)]
             self.kv[free] = POISON
+
+
+def logprob(seen: int, token_id: int) -> float:
+    return -(mix(seen, token_id) % 4096) / 1024
+
+
+def output_of(sampled: list[Sampled], scores: list[np.ndarray]) -> StepOutput:
+    logprobs = np.array([row.logprob for row in sampled], np.float32)
+    width = max((len(row.top_ids) for row in sampled), default=0)
+    top_ids = np.array([row.top_ids + [0] * (width - len(row.top_ids)) for row in sampled], np.int32)
+    return StepOutput(
+        token_ids=np.array([row.token_id for row in sampled], np.int32),
+        logprobs=np.stack((logprobs, logprobs - 1, logprobs - 2)),
+        flags=np.array([row.flags for row in sampled], np.uint8),
+        top_ids=top_ids if width else None,
+        top_logprobs=logprobs[:, None] - np.arange(width, dtype=np.float32) if width else None,
+        scores=tuple(scores),
+    )
 
 
 class FakeTicket:
