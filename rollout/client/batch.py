@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
-from protocols.errors import BadRequest, RolloutError
+from protocols.errors import BadRequest
 from protocols.fields import Group
 from protocols.replies import TurnDone
 from protocols.requests import SubmitBatch
@@ -29,7 +29,7 @@ class BatchView:
         self._auto_ack = auto_ack
         self._owner = owner  # a batch keeps its client alive
         self._rank = {name: i for i, name in enumerate(n for group in message.groups for n in group.trajectory_ids)}
-        self._sizes = {group.id: len(group.trajectory_ids) for group in message.groups}
+        self._group = {name: group for group in message.groups for name in group.trajectory_ids}
         self._remote = any(group.environment.name == "remote" for group in message.groups)
         self._partial: dict[str, list[Trajectory]] = {group.id: [] for group in message.groups}
         self._collected: list[Trajectory] = []
@@ -61,8 +61,6 @@ class BatchView:
             self._core.ack([trajectory.trajectory_id for trajectory in in_hand])
         self._core.check_usable()
         item = yield from self._mailbox.take()
-        if isinstance(item, RolloutError):
-            raise item
         if isinstance(item, End) and self._auto_ack:
             self.close()  # acknowledges also what an abandoned iteration had in hand
         return item
@@ -85,10 +83,11 @@ class BatchView:
             if isinstance(item, End):
                 return item
             in_hand = ()
-            members = self._partial[item.group_id]
+            group = self._group[item.trajectory_id]
+            members = self._partial[group.id]
             members.append(item)
-            if len(members) == self._sizes[item.group_id]:
-                return self._in_order(self._partial.pop(item.group_id))
+            if len(members) == len(group.trajectory_ids):
+                return self._in_order(self._partial.pop(group.id))
 
     def _rest(self) -> Steps[list[Trajectory]]:
         """Collected on the batch, so that a timeout or an interrupt loses nothing: the next call goes on."""
@@ -113,8 +112,8 @@ class Batch(BatchView):
 
     Iteration waits as long as the worker is alive, however long the batch takes. It raises `ConnectionLost` when no
     worker has answered for the client's `reconnect_timeout` (the client goes on trying: iterate again to go on
-    waiting), and the error itself when the worker refused the work after a restart. A result whose arrays do not
-    fit together is raised as `Internal` in its place; the rest can still be iterated.
+    waiting), and the error itself when the worker refused the work after a restart, or sends a result that cannot be
+    read (`Internal`: lengths that differ, say; never padded, never skipped).
     """
 
     def __iter__(self) -> Iterator[Trajectory]:

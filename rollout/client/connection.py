@@ -39,6 +39,9 @@ class Handler(Protocol):
     def unreadable(self, error: BadRequest) -> bool:
         """Returns False when the message may have mattered, so that a new connection must bring it again."""
 
+    def counted(self, window_bytes: int) -> None:
+        """`received_bytes` has grown."""
+
     def pinged(self) -> None: ...
 
 
@@ -57,6 +60,7 @@ class Connection:
         self._state: Literal["connecting", "greeting", "up", "refused"] = "connecting"
         self._limits = Limits()
         self._assembler = Assembler(self._limits)
+        self._unread_bytes = 0  # of events that were not understood and do not matter any more
         self._session = session
         self._hello_id = ""
         self._hello_sent = self._heard = self._pinged = 0.0
@@ -73,7 +77,7 @@ class Connection:
     @property
     def received_bytes(self) -> int:
         """What `ack` reports: bytes of event frames received on this connection."""
-        return self._assembler.received_bytes
+        return self._assembler.received_bytes + self._unread_bytes
 
     def no_worker(self, seconds: float) -> RolloutError:
         """Why nothing was heard for so long."""
@@ -93,17 +97,25 @@ class Connection:
         """Read what has come, then look at the clock: a thread that was held up has not lost its worker."""
         while (frames := self._link.receive()) is not None:
             self._heard = time.monotonic()
-            try:
-                message = self._assembler.feed(frames)
-            except BadRequest as error:
-                if not self._handler.unreadable(error):
-                    self.reset(f"not understood: {error}")
-            else:
-                if message is not None:
-                    self._take(message)
+            self._read(frames)
+            if self.up:
+                self._handler.counted(self._limits.window_bytes)
         for change in self._link.changes():
             self._changed(change)
         self._watch(time.monotonic())
+
+    def _read(self, frames: Sequence[memoryview]) -> None:
+        counted = self._assembler.received_bytes
+        try:
+            message = self._assembler.feed(frames)
+        except BadRequest as error:
+            if not self._handler.unreadable(error):
+                self.reset(f"not understood: {error}")
+            elif self._assembler.received_bytes == counted:
+                self._unread_bytes += sum(frame.nbytes for frame in frames)
+            return
+        if message is not None:
+            self._take(message)
 
     def reset(self, reason: str) -> None:
         """Give this connection up and make another."""
@@ -145,6 +157,7 @@ class Connection:
             self._limits = message.limits
             self._refusal = None
             self._assembler = Assembler(message.limits)
+            self._unread_bytes = 0
             self._pinged = self._heard
             self._handler.welcomed(message)
         else:

@@ -10,7 +10,7 @@ from protocols.fields import Record
 from protocols.replies import Reply, TrajectoryDone, TurnDone
 from protocols.requests import Ack, Cancel, RequestMessage
 from rollout.client.ledger import Arrival, Item, Ledger
-from rollout.client.trajectory import Trajectory, check_record
+from rollout.client.trajectory import Trajectory
 from rollout.client.waiting import Mailbox
 
 log = logging.getLogger(__name__)
@@ -49,27 +49,22 @@ class Delivery:
             return
         assert kept is not None
         self._strikes = 0
-        item: Item = Trajectory(record, self._ack)
-        try:
-            check_record(record)
-            expected = kept.trajectories[name].group_id
-            if record.group_id != expected:
-                raise Internal(f"trajectory {name} came back in group {record.group_id}, not {expected}")
-        except Internal as error:
-            item = error
-        kept.mailbox.put(item, ends_trajectory=True)
+        kept.mailbox.put(Trajectory(record, self._ack), ends_trajectory=True)
 
-    def unreadable(self, error: BadRequest) -> None:
-        """An event that could not be read. The third time in a row its batch (all batches, when it is not known
-        which) is told, instead of waiting for ever."""
+    def unreadable(self, error: BadRequest) -> bool:
+        """An event that could not be read. False: a new connection is to bring it again. The third time in a row
+        its batch (all batches, when it is not known which) is told instead of waiting for ever."""
+        kept = self._ledger.by_request(error.request_id)
+        if kept is not None and kept.unreadable:
+            return True
         self._strikes += 1
         log.warning("an event from the worker cannot be read: %s", error)
         if self._strikes < STRIKES:
-            return
-        self._strikes = 0
-        kept = self._ledger.by_request(error.request_id)
+            return False
         for told in [kept] if kept is not None else self._ledger.batches.values():
+            told.unreadable = True
             told.mailbox.set_error(Internal(f"the worker sends an event that cannot be read: {error}"))
+        return True
 
     def acknowledge(self, trajectory_ids: Iterable[str]) -> None:
         self._to_acknowledge += self._ledger.acknowledge(trajectory_ids)

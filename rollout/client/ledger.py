@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeAlias
 
-from protocols.errors import Duplicate, RolloutError
+from protocols.errors import Duplicate
 from protocols.fields import Group
 from protocols.replies import TurnDone
 from protocols.requests import Cancel, SubmitBatch
 from rollout.client.trajectory import Trajectory
 from rollout.client.waiting import Mailbox
 
-Item: TypeAlias = Trajectory | TurnDone | RolloutError
+Item: TypeAlias = Trajectory | TurnDone
 
 REMEMBERED = 65536
 """Acknowledged ids kept in case the acknowledgement got lost with its connection and the record comes again."""
@@ -51,6 +51,7 @@ class Kept:
     retired: set[str] = field(default_factory=set)
     accepted: bool = False
     given_up: bool = False
+    unreadable: bool = False
     cancelled: set[str] = field(default_factory=set)
     trajectories: dict[str, Open] = field(default_factory=dict)
 

@@ -221,15 +221,15 @@ class Loop:
             self._reply(pending, message)
         elif isinstance(message, ErrorReply) and not message.id:
             log.error("the worker could not read a request: %s", message.error.message)
-        window = self._welcome.limits.window_bytes if self._welcome is not None else 0
-        if self._delivery.due(self._connection.received_bytes, window // 2):
+
+    def counted(self, window_bytes: int) -> None:
+        if self._delivery.due(self._connection.received_bytes, window_bytes // 2):
             self._flush(report=True)
 
     def unreadable(self, error: BadRequest) -> bool:
         pending = self._pending.take(error.request_id)
         if pending is None:
-            self._delivery.unreadable(error)
-            return False
+            return self._delivery.unreadable(error)
         if pending.kept is not None:
             self.give_up(pending.kept.message.batch_id, pending.kept.mailbox)
         fail(pending.future, Internal(f"the worker's reply cannot be read: {error}"))

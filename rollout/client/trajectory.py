@@ -1,4 +1,7 @@
-"""One ended trajectory as a trainer reads it: a view over the received record, whose lengths were checked."""
+"""One ended trajectory as a trainer reads it: a view over the received record.
+
+That its parts fit together was checked when it was decoded (`protocols.fields.Segment`, `Record`).
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from protocols.errors import Internal
 from protocols.fields import (
-    SOURCE_PREFIX,
     SOURCE_SAMPLED,
     Failure,
     Purpose,
@@ -194,28 +195,3 @@ class Trajectory:
             f"Trajectory({self.trajectory_id!r}, {self.status}, {self.finish_reason}, {len(self.token_ids)} tokens,"
             f" {len(self.turns)} turn(s), reward={self.reward})"
         )
-
-
-def check_record(record: Record) -> None:
-    """Refuse what the model of the message cannot know to be wrong. Raises Internal: it is the worker's fault.
-
-    Lengths were checked when the record was decoded (`protocols.fields.Segment`).
-    """
-    for index, segment in enumerate(record.segments):
-        not_sampled = segment.source != SOURCE_SAMPLED
-        first = segment.turns[0].start if segment.turns else len(segment.token_ids)
-        problem = None
-        if (segment.source > SOURCE_PREFIX).any():
-            problem = "source holds an unknown value"
-        elif segment.loss_mask[not_sampled].any() or (segment.loss_mask > 1).any():
-            problem = "loss_mask is set where nothing was sampled"
-        elif segment.logprobs[not_sampled].any():
-            problem = "logprobs are set where nothing was sampled"
-        elif (segment.weight_versions[:, 1] < 0).any() or (segment.kv_versions[:, 1] < 0).any():
-            problem = "a run of versions has a negative length"
-        elif segment.prompt_logprobs is not None and len(segment.prompt_logprobs) != first:
-            problem = f"prompt_logprobs has {len(segment.prompt_logprobs)} entries for {first} tokens"
-        if problem is not None:
-            raise Internal(
-                f"trajectory {record.trajectory_id}: {problem}", field=f"segments[{index}]", scope="trajectory"
-            )

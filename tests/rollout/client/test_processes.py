@@ -1,0 +1,224 @@
+"""Threads, forks, interrupts and interpreter exits."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocols import Cancel, SubmitBatch
+from rollout.client import RolloutClient
+from tests.rollout.client.fake_worker import FakeWorker
+
+Start = Callable[..., FakeWorker]
+Connect = Callable[..., RolloutClient]
+Later = Callable[..., Future[Any]]
+
+ROOT = Path(__file__).parents[3]
+
+
+def python(code: str, *arguments: str, timeout: float = 30.0) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), *arguments],
+        cwd=ROOT,
+        timeout=timeout,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_importing_takes_neither_torch_nor_long() -> None:
+    code = """
+        import sys, time
+        start = time.process_time()
+        import rollout.client
+        taken = time.process_time() - start
+        heavy = {"torch", "transformers", "engine", "asyncio"} & set(sys.modules)
+        print(taken, *heavy)
+    """
+    for _ in range(5):  # others use this machine too
+        taken, *heavy = python(code).stdout.split()
+        assert not heavy
+        if float(taken) < 0.5:
+            return
+    pytest.fail(f"importing the client took {taken} s of CPU")
+
+
+def test_two_clients_do_not_meet(start: Start, connect: Connect) -> None:
+    worker = start(hold=True)
+    clients = [connect(worker), connect(worker)]
+    batches = [client.submit(client.group([1], n=2)) for client in clients]
+    assert len(worker.sessions) == 2
+    clients[0].close()
+    worker.wait_for(lambda: worker.of(Cancel))
+    worker.finish()
+    assert len(batches[1].results()) == 2
+    names = [name for submit in worker.of(SubmitBatch) for name in submit.groups[0].trajectory_ids]
+    assert len(set(names)) == 4
+
+
+def test_one_client_for_many_threads(start: Start, connect: Connect, later: Later) -> None:
+    client = connect(start())
+
+    def work(number: int) -> list[str]:
+        found = []
+        for _ in range(5):
+            batch = client.submit(client.group([number], n=3, metadata={"thread": number}))
+            found += [t.trajectory_id for t in batch if t.metadata["thread"] == number]
+            client.ping()
+        return found
+
+    results = [later(work, number) for number in range(8)]
+    found = [name for result in results for name in result.result(30)]
+    assert len(found) == len(set(found)) == 8 * 5 * 3
+
+
+def test_one_batch_for_many_threads(start: Start, connect: Connect, later: Later) -> None:
+    worker = start(hold=True)
+    client = connect(worker)
+    group = client.group([1], n=40)
+    batch = client.submit(group)
+    results = [later(lambda: [t.trajectory_id for t in batch]) for _ in range(4)]
+    for name in group.trajectory_ids:
+        worker.finish(name)
+    found = [name for result in results for name in result.result(30)]
+    assert sorted(found) == sorted(group.trajectory_ids)
+
+
+@pytest.fixture
+def interrupt() -> Iterator[Callable[[], None]]:
+    """Ctrl-C for the main thread, a moment from now."""
+
+    def raise_interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, raise_interrupt)
+    yield lambda: signal.setitimer(signal.ITIMER_REAL, 0.1)  # type: ignore[misc]
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_an_interrupted_iteration_loses_nothing(start: Start, connect: Connect, interrupt: Callable[[], None]) -> None:
+    worker = start(hold=True)
+    client = connect(worker)
+    group = client.group([1], n=3)
+    batch = client.submit(group)
+    worker.finish(group.trajectory_ids[0])
+    found = []
+    interrupt()
+    with pytest.raises(KeyboardInterrupt):
+        found.extend(t.trajectory_id for t in batch)
+    interrupt()
+    with pytest.raises(KeyboardInterrupt):
+        batch.results()
+    assert client.ping().boot_id == "boot-1"
+    worker.finish()
+    found += [t.trajectory_id for t in batch.results()]
+    assert found == list(group.trajectory_ids)
+
+
+def test_an_interrupted_submit_is_cancelled(start: Start, connect: Connect, interrupt: Callable[[], None]) -> None:
+    worker = start(hold=True)
+    client = connect(worker, timeout=1.0)
+    client.connect()
+    worker.refuse(SubmitBatch, None)
+    group = client.group([1])
+    interrupt()
+    with pytest.raises(KeyboardInterrupt):
+        client.submit(group, timeout=60)
+    worker.wait_for(lambda: worker.of(Cancel))
+    assert worker.of(Cancel)[0].trajectory_ids == group.trajectory_ids
+
+
+def test_a_forked_child_is_told_and_its_own_client_works(start: Start) -> None:
+    worker = start(hold=True)
+    code = """
+        import gc, os, sys
+        from rollout.client import ClientClosed, RolloutClient
+
+        client = RolloutClient(sys.argv[1], timeout=10)
+        group = client.group([1], n=2)
+        batch = client.submit(group)
+
+        def child():
+            for call in (client.ping, lambda: next(iter(batch)), lambda: batch.results(timeout=5)):
+                try:
+                    call()
+                except ClientClosed as error:
+                    assert str(os.getppid()) in str(error) and str(os.getpid()) in str(error)
+                else:
+                    return 1
+            client.close()
+            batch.close()
+            with RolloutClient(sys.argv[1], timeout=10) as mine:
+                mine.ping()
+            return 0
+
+        for leave in (os._exit, sys.exit):
+            pid = os.fork()
+            if pid == 0:
+                code = child()
+                batch = client = None
+                gc.collect()
+                leave(code)
+            _, status = os.waitpid(pid, 0)
+            assert os.waitstatus_to_exitcode(status) == 0, status
+        client.cancel(trajectory_ids=group.trajectory_ids)
+        assert len(batch.results(timeout=10)) == 2
+        client.close()
+        print("parent fine")
+    """
+    result = python(code, worker.address)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "parent fine\n", "")
+
+
+@pytest.mark.parametrize(
+    "ending", ["pass", "raise SystemExit(0)", "del client, batch; gc.collect()", "iter_thread.start()"]
+)
+def test_the_interpreter_exits_whatever_is_open(start: Start, ending: str) -> None:
+    worker = start(hold=True)
+    code = f"""
+        import gc, sys, threading
+        from rollout.client import RolloutClient
+
+        client = RolloutClient(sys.argv[1])
+        batch = client.submit(client.group([1], n=2))
+        iter_thread = threading.Thread(target=lambda: list(batch.events()), daemon=True)
+        absent = RolloutClient("tcp://127.0.0.1:1")
+        print("open", flush=True)
+        {ending}
+    """
+    before = time.monotonic()
+    result = python(code, worker.address)
+    assert (result.returncode, result.stdout) == (0, "open\n"), result.stderr
+    assert "Traceback" not in result.stderr
+    assert "Assertion" not in result.stderr
+    assert time.monotonic() - before < 15
+    worker.wait_for(lambda: worker.of(Cancel))  # nothing runs on for nobody
+
+
+def test_a_client_that_is_dropped_ends_its_thread(start: Start) -> None:
+    worker = start()
+    client = RolloutClient(worker.address)
+    client.ping()
+    (thread,) = [t for t in threading.enumerate() if "rollout-client" in t.name]
+    del client
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_a_batch_keeps_its_client(start: Start) -> None:
+    worker = start()
+    with RolloutClient(worker.address) as maker:
+        group = maker.group([1], n=3)
+    assert len([t.trajectory_id for t in RolloutClient(worker.address).submit(group)]) == 3
