@@ -7,6 +7,8 @@ import time
 from engine.request import Times as EngineTimes
 from protocols.fields import Times
 
+ENGINE_PARTS = ("queue", "prefill", "decode", "preempted", "paused")
+
 
 class Ledger:
     """Each moment between `start` and the last entry is counted once, so that the parts add up to `wall_s`.
@@ -18,11 +20,11 @@ class Ledger:
     def __init__(self, start: float | None) -> None:
         """start: `time.monotonic()` of the first moment; None is now."""
         self._start = self._mark = time.monotonic() if start is None else start
-        self._total = Times()
+        self._seconds = dict.fromkeys(Times.model_fields, 0.0)
 
     @property
     def total(self) -> Times:
-        return self._total
+        return Times(**self._seconds)
 
     @property
     def wall_s(self) -> float:
@@ -30,30 +32,26 @@ class Ledger:
 
     def queued(self) -> None:
         """Until now it waited to start."""
-        self._add(Times(queue=self._lap()))
+        self._seconds["queue"] += self._lap()
 
     def turn(self, engine: EngineTimes) -> Times:
         """Until now the engine had it."""
         lap = self._lap()
-        parts = {name: getattr(engine, name) for name in ("queue", "prefill", "decode", "preempted", "paused")}
+        parts = {name: getattr(engine, name) for name in ENGINE_PARTS}
         claimed = sum(parts.values())
         if claimed > lap:
             parts = {name: seconds * lap / claimed for name, seconds in parts.items()}
         parts["queue"] += max(lap - claimed, 0.0)
-        times = Times(**parts)
-        self._add(times)
-        return times
+        for name, seconds in parts.items():
+            self._seconds[name] += seconds
+        return Times.model_construct(**parts)
 
     def tool(self) -> float:
         """Until now the environment had it. Returns the seconds."""
         lap = self._lap()
-        self._add(Times(tool_wait=lap))
+        self._seconds["tool_wait"] += lap
         return lap
 
     def _lap(self) -> float:
         before, self._mark = self._mark, time.monotonic()
         return self._mark - before
-
-    def _add(self, times: Times) -> None:
-        parts = {name: getattr(self._total, name) + getattr(times, name) for name in Times.model_fields}
-        self._total = Times(**parts)

@@ -185,10 +185,10 @@ class Trajectory:
         return self.append(answer)
 
     def to_record(self, end: End, times: fields.Times, wall_s: float, rewards: Rewards) -> Record:
-        """Raises ValidationError where two lengths disagree."""
+        """Raises ValidationError where two lengths disagree (the segment checks them; the rest is checked already)."""
         spec, group = self._spec, self._spec.group
         status = STATUS_OF[end.reason]
-        return Record(
+        return Record.model_construct(
             trajectory_id=spec.trajectory_id,
             group_id=group.id,
             batch_id=spec.batch_id,
@@ -210,7 +210,7 @@ class Trajectory:
     def _turn(self, completion: Completion, times: fields.Times) -> Turn:
         start, count, stop = self.length, len(completion.token_ids), completion.stop
         began = count > 0 or completion.times.prefill > 0
-        return Turn(
+        return Turn.model_construct(  # our own plain values, once a turn: not worth a validation
             index=len(self._turns),
             start=start,
             length=count,

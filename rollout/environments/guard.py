@@ -114,7 +114,9 @@ class Guard:
         call = Call(method, *args)
         waits: set[asyncio.Future[Any]] = {call.task, *stops}
         try:
-            await asyncio.wait(waits, timeout=within, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.sleep(0)  # most answer at once, and need no timer
+            if not call.task.done():
+                await asyncio.wait(waits, timeout=within, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             call.task.cancel()
             raise
