@@ -1,0 +1,178 @@
+"""What is open, received and acknowledged, as plain state; and random histories of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocols import Duplicate, Group, SubmitBatch, Turn, TurnDone
+from protocols.requests import Cancel
+from rollout.client.ledger import REMEMBERED, Arrival, Item, Kept, Ledger
+from rollout.client.waiting import Mailbox
+
+
+def submit(batch: str = "b", n: int = 3, **options: Any) -> SubmitBatch:
+    names = tuple(f"{batch}.{i}" for i in range(n))
+    group = Group(id=f"{batch}-g", prompt=np.array([1], np.int32), trajectory_ids=names, **options)
+    return SubmitBatch(id=f"{batch}-request", batch_id=batch, groups=(group,))
+
+
+def added(ledger: Ledger, message: SubmitBatch, auto_ack: bool = True) -> Kept:
+    mailbox: Mailbox[Item] = Mailbox(sum(len(group.trajectory_ids) for group in message.groups))
+    return ledger.add(message, mailbox, auto_ack)
+
+
+def turn_done(name: str, index: int, request: str = "b-request") -> TurnDone:
+    return TurnDone(
+        id=request,
+        trajectory_id=name,
+        turn=Turn(index=index, start=1, length=1, finish_reason="stop"),
+        total_len=2,
+        token_ids=np.array([1], np.int32),
+        logprobs=np.array([0], np.float32),
+    )
+
+
+def test_a_record_is_news_once() -> None:
+    ledger = Ledger()
+    added(ledger, submit())
+    assert ledger.receive("b.0") is Arrival.FIRST
+    assert ledger.receive("b.0") is Arrival.REPEATED
+    assert ledger.acknowledge(["b.0"]) == ["b.0"]
+    assert ledger.acknowledge(["b.0"]) == []
+    assert ledger.receive("b.0") is Arrival.UNWANTED
+    assert ledger.receive("else") is Arrival.UNKNOWN
+
+
+def test_what_has_not_arrived_cannot_be_acknowledged() -> None:
+    ledger = Ledger()
+    added(ledger, submit())
+    assert ledger.acknowledge(["b.0", "else"]) == []
+    assert ledger.open_count == 3
+
+
+def test_a_batch_is_forgotten_with_its_last_trajectory() -> None:
+    ledger = Ledger()
+    message = submit(n=2)
+    added(ledger, message)
+    for name in ("b.0", "b.1"):
+        ledger.receive(name)
+    with pytest.raises(Duplicate):
+        added(ledger, message)
+    ledger.acknowledge(["b.0"])
+    with pytest.raises(Duplicate, match=r"b\.1"):
+        added(ledger, SubmitBatch(id="x", batch_id="other", groups=message.groups))
+    ledger.acknowledge(["b.1"])
+    added(ledger, message)
+    assert ledger.receive("b.0") is Arrival.FIRST  # the id is free, and news again
+
+
+def test_a_refused_duplicate_changes_nothing() -> None:
+    ledger = Ledger()
+    added(ledger, submit())
+    clash = Group(id="g2", prompt=np.array([1], np.int32), trajectory_ids=("fresh", "b.1"))
+    with pytest.raises(Duplicate):
+        added(ledger, SubmitBatch(id="x", batch_id="c", groups=(clash,)))
+    assert ledger.owner("fresh") is None
+    assert list(ledger.batches) == ["b"]
+
+
+def test_starting_again_takes_what_is_open_with_its_noise_keys() -> None:
+    ledger = Ledger()
+    kept = added(ledger, submit(sample_indices=(5, 3, 8)))
+    ledger.receive("b.1")
+    again = ledger.start_again("new", kept)
+    assert again is not None
+    assert (again.id, again.batch_id) == ("new", "b")
+    assert (again.groups[0].trajectory_ids, again.groups[0].sample_indices) == (("b.0", "b.2"), (5, 8))
+    assert ledger.by_request("new") is kept
+    for name in ("b.0", "b.2"):
+        ledger.receive(name)
+    assert ledger.start_again("newer", kept) is None
+
+
+def test_turns_are_news_in_order_and_only_of_the_present_run() -> None:
+    ledger = Ledger()
+    kept = added(ledger, submit())
+    assert ledger.is_news(turn_done("b.0", 0))
+    assert not ledger.is_news(turn_done("b.0", 0))
+    assert ledger.is_news(turn_done("b.0", 1))
+    assert not ledger.is_news(turn_done("else", 0))
+    ledger.start_again("new", kept)
+    assert not ledger.is_news(turn_done("b.0", 2))
+    assert ledger.is_stale("b.0", "b-request")
+    assert not ledger.is_stale("b.0", "new")
+    assert ledger.is_news(turn_done("b.0", 0, "new"))
+    ledger.receive("b.0")
+    assert not ledger.is_news(turn_done("b.0", 1, "new"))
+
+
+def test_giving_up_cancels_what_runs_and_acknowledges_what_came() -> None:
+    ledger = Ledger()
+    kept = added(ledger, submit())
+    ledger.receive("b.0")
+    assert ledger.give_up(kept) == (["b.0"], ["b.1", "b.2"])
+    assert ledger.give_up(kept) == ([], [])
+    assert ledger.receive("b.1") is Arrival.UNWANTED
+    assert ledger.start_again("new", kept) is None
+    assert not ledger.batches
+
+
+def test_giving_up_leaves_to_the_caller_what_only_the_caller_acknowledges() -> None:
+    ledger = Ledger()
+    kept = added(ledger, submit(), auto_ack=False)
+    ledger.receive("b.0")
+    assert ledger.give_up(kept) == ([], ["b.1", "b.2"])
+    assert ledger.acknowledge(["b.0"]) == ["b.0"]
+
+
+@pytest.mark.parametrize(
+    "request_", [{"trajectory_ids": ("b.1",)}, {"group_ids": ("b-g",)}, {"batch_ids": ("b",)}, {"batch_ids": ("c",)}]
+)
+def test_cancelled_ones_are_remembered(request_: dict[str, Any]) -> None:
+    ledger = Ledger()
+    kept = added(ledger, submit())
+    ledger.cancelled(Cancel(id="x", **request_))
+    named = {"trajectory_ids": {"b.1"}, "group_ids": {"b.0", "b.1", "b.2"}, "batch_ids": {"b.0", "b.1", "b.2"}}
+    expected = set() if request_ == {"batch_ids": ("c",)} else named[next(iter(request_))]
+    assert kept.cancelled == expected
+
+
+def test_memory_of_acknowledged_ids_is_bounded() -> None:
+    ledger = Ledger()
+    for start in range(0, REMEMBERED + 100, 100):
+        message = submit(f"batch-{start}", n=100)
+        added(ledger, message)
+        for name in message.groups[0].trajectory_ids:
+            ledger.receive(name)
+        ledger.acknowledge(message.groups[0].trajectory_ids)
+    assert len(ledger._acknowledged) == REMEMBERED
+    assert ledger.receive("batch-0.0") is Arrival.UNKNOWN
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["record", "ack", "restart"]), st.integers(0, 3)), max_size=40))
+def test_any_history_delivers_each_record_once(history: list[tuple[str, int]]) -> None:
+    ledger = Ledger()
+    kept = added(ledger, submit(n=4))
+    delivered: list[str] = []
+    running = {f"b.{i}" for i in range(4)}  # what a worker would know
+    for step, number in history:
+        name = f"b.{number}"
+        if step == "record" and name in running:
+            if ledger.receive(name) is Arrival.FIRST:
+                delivered.append(name)
+        elif step == "ack":
+            if ledger.acknowledge([name]):
+                running.discard(name)
+        elif step == "restart" and kept in ledger.batches.values():
+            again = ledger.start_again(f"r{len(delivered)}", kept)
+            running = set(again.groups[0].trajectory_ids) if again is not None else set()
+            assert running.isdisjoint(delivered)
+    assert len(delivered) == len(set(delivered))
+    delivered += [name for name in sorted(running) if ledger.receive(name) is Arrival.FIRST]
+    assert sorted(delivered) == [f"b.{i}" for i in range(4)]
