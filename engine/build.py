@@ -74,7 +74,7 @@ def load_engine(
     weights.prepare(str(path), weight_version, checksums)
     weights.commit()
     kv = KVPool(model_config, num_blocks, kind, memory)
-    model = build_model(model_config, weights.arena, TorchOps(model_config, place), config.max_context)
+    model = build_model(model_config, weights.arena, TorchOps(), config.max_context)
     sampler = Sampler(model_config.vocab_size, config.max_running, place)
     attention = TorchPagedAttention(model_config, kind, place)
     limits = Limits(config.max_running, config.max_step_tokens, config.max_blocks_per_request)

@@ -70,18 +70,18 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """All layers over T tokens (int64[T] each): writes their KV and returns (x, residual), dtype[T, hidden] each,
     whose sum is the input of the final norm."""
-    ops = model.ops
-    cos, sin = model.rope.index_select(0, positions).unbind(1)
+    ops, eps = model.ops, model.config.rms_norm_eps
+    rope = model.rope.index_select(0, positions)
     residual = ops.embedding(ids, model.embedding)
-    x = ops.rms_norm(residual, model.layers[0].input_norm)
+    x = ops.rms_norm(residual, model.layers[0].input_norm, eps)
     for i, layer in enumerate(model.layers):
         if i > 0:
-            x = ops.add_rms_norm(x, residual, layer.input_norm)
+            x = ops.add_rms_norm(x, residual, layer.input_norm, eps)
         qkv = ops.linear(x, layer.qkv, layer.qkv_bias)
-        q = ops.qk_norm_rope_write(qkv, layer.qk_norm, cos, sin, write_slots, kv.keys[i], kv.values[i])
+        q = ops.qk_norm_rope_write(qkv, layer.qk_norm, eps, rope, write_slots, kv.keys[i], kv.values[i])
         x = attention.attend(q, kv.keys[i], kv.values[i])
         x = ops.linear(x, layer.o, layer.o_bias)
-        x = ops.add_rms_norm(x, residual, layer.post_norm)
+        x = ops.add_rms_norm(x, residual, layer.post_norm, eps)
         x = ops.silu_mul(ops.linear(x, layer.gate_up, layer.gate_up_bias))
         x = ops.linear(x, layer.down, layer.down_bias)
     return x, residual
@@ -92,5 +92,5 @@ def head(model: Model, x: Tensor, residual: Tensor, rows: Tensor | None = None) 
     `residual` is used up."""
     if rows is not None:
         x, residual = x.index_select(0, rows), residual.index_select(0, rows)
-    x = model.ops.add_rms_norm(x, residual, model.norm)
+    x = model.ops.add_rms_norm(x, residual, model.norm, model.config.rms_norm_eps)
     return model.ops.head_fp32(x, model.head)

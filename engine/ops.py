@@ -13,22 +13,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.model_config import ModelConfig
-
 HEAD_SLICE = 8192
 """Vocabulary rows of the head that are held in fp32 at once when the worker's dtype is another."""
 
 
 class Ops(Protocol):
-    """What the model asks of a device. Norms use the epsilon of the model that the ops were made for."""
+    """What the model asks of a device."""
 
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
         """Rows `ids` (int64[T]) of weight [vocab, hidden], in memory of their own."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over the last axis."""
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Add x to `residual` in place and return the norm of the sum."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -38,8 +36,8 @@ class Ops(Protocol):
         self,
         qkv: Tensor,
         qk_norm: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
+        eps: float,
+        rope: Tensor,
         write_slots: Tensor,
         keys: Tensor,
         values: Tensor,
@@ -47,7 +45,7 @@ class Ops(Protocol):
         """Norm and turn the heads of q and k, write k and v to the cache, return q as [T, heads, head_dim].
 
         qkv: [T, (heads + 2 * kv_heads) * head_dim]. qk_norm: [2, head_dim] (q's and k's weight) or None.
-        cos, sin: fp32[T, 1, head_dim] of each token's position, sin with its first half negated (`rope_table`).
+        rope: fp32[T, 2, head_dim], rows of `rope_table` at each token's position.
         write_slots: int64[T], block * 16 + offset. keys, values: [blocks, 16, kv_heads, head_dim], written in place.
         """
 
@@ -61,23 +59,14 @@ class Ops(Protocol):
 class TorchOps:
     """`Ops` in plain torch. At batch 1 the cost is the number of calls, so each op is written for few of them."""
 
-    def __init__(self, config: ModelConfig, device: torch.device) -> None:
-        self._heads = config.num_heads
-        self._kv_heads = config.num_kv_heads
-        self._head_dim = config.head_dim
-        self._eps = torch.tensor(config.rms_norm_eps, device=device)
-        # Which of the two head norms each head of [q, k] takes.
-        heads = torch.tensor([config.num_heads, config.num_kv_heads])
-        self._norm_of_head = torch.arange(2).repeat_interleave(heads).to(device)
-
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
         return weight.index_select(0, ids)
 
-    def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self._normed(x.float()).mul_(weight).to(x.dtype)
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return _normed(x.float(), eps).mul_(weight).to(x.dtype)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
-        return self.rms_norm(residual.add_(x), weight)
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self.rms_norm(residual.add_(x), weight, eps)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return functional.linear(x, weight, bias)
@@ -86,20 +75,23 @@ class TorchOps:
         self,
         qkv: Tensor,
         qk_norm: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
+        eps: float,
+        rope: Tensor,
         write_slots: Tensor,
         keys: Tensor,
         values: Tensor,
     ) -> Tensor:
-        heads, kv_heads, dim = self._heads, self._kv_heads, self._head_dim
-        qkv = qkv.view(-1, heads + 2 * kv_heads, dim)
+        tokens, (kv_heads, dim) = qkv.shape[0], keys.shape[2:]
+        qkv = qkv.view(tokens, -1, dim)
+        heads = qkv.shape[1] - 2 * kv_heads
         x = qkv[:, : heads + kv_heads].float()
         if qk_norm is not None:
-            x = self._normed(x).mul_(qk_norm.index_select(0, self._norm_of_head))
+            x = _normed(x, eps)
+            x[:, :heads].mul_(qk_norm[0])
+            x[:, heads:].mul_(qk_norm[1])
         # rotate_half(x) * sin is the halves swapped times a sine whose first half is negative.
-        swapped = x.reshape(*x.shape[:2], 2, dim // 2).flip(2).view(x.shape)
-        turned = (x * cos).addcmul_(swapped, sin).to(qkv.dtype)
+        swapped = x.reshape(tokens, -1, 2, dim // 2).flip(2).view(x.shape)
+        turned = (x * rope[:, :1]).addcmul_(swapped, rope[:, 1:]).to(qkv.dtype)
         keys.view(-1, kv_heads, dim).index_copy_(0, write_slots, turned[:, heads:])
         values.view(-1, kv_heads, dim).index_copy_(0, write_slots, qkv[:, heads + kv_heads :])
         return turned[:, :heads]
@@ -115,7 +107,8 @@ class TorchOps:
         x, starts = x.float(), range(0, len(weight), HEAD_SLICE)
         return torch.cat([functional.linear(x, weight[i : i + HEAD_SLICE].float()) for i in starts], dim=-1)
 
-    def _normed(self, x: Tensor) -> Tensor:
-        """x (fp32) over its root mean square. Four calls; `rms_norm` of torch's CPU build makes seven."""
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return x * torch.addcmul(self._eps, norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
+
+def _normed(x: Tensor, eps: float) -> Tensor:
+    """x (fp32) over its root mean square."""
+    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x * norm.square_().mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()

@@ -10,7 +10,7 @@ from engine.model_config import Llama3Scaling, ModelConfig
 
 
 def rope_table(config: ModelConfig, positions: int, device: torch.device) -> torch.Tensor:
-    """fp32[positions, 2, 1, head_dim]: row p holds cos, and sin with its first half negated.
+    """fp32[positions, 2, head_dim]: row p holds cos, and sin with its first half negated.
 
     Angles are fp32 products position * frequency, not rounded from higher precision: the trainer's model has these
     angles, and at position 30,000 the exact ones differ from them by 1e-3.
@@ -21,7 +21,7 @@ def rope_table(config: ModelConfig, positions: int, device: torch.device) -> tor
         frequencies = _llama3(frequencies, config.rope_scaling)
     angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies
     cos, sin = angles.cos(), angles.sin()
-    return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1)[:, :, None].to(device)
+    return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1).to(device)
 
 
 def _llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
