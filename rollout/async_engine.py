@@ -59,7 +59,6 @@ class AsyncEngine:
         self._prepares: dict[str, asyncio.Future[WeightsInfo]] = {}
         self._commits: dict[str, asyncio.Future[Committed]] = {}
         self._stats = EngineStats()
-        self._reported = asyncio.Event()
         self._died: Failure | None = None
         self._death = asyncio.Event()
 
@@ -141,14 +140,6 @@ class AsyncEngine:
         assert self._died is not None
         return self._died
 
-    async def wait_version(self, version: int) -> None:
-        """Return once weights of at least `version` serve. Raises EngineDead."""
-        while self._stats.weight_version < version:
-            if self._died is not None:
-                raise EngineDead(self._died.message)
-            self._reported.clear()
-            await self._reported.wait()
-
     # Commands out.
 
     def _post(self, command: Command) -> None:
@@ -188,7 +179,6 @@ class AsyncEngine:
             self._take_weights(weights)
         if report.died is not None:
             self._die(report.died)
-        self._reported.set()
 
     def _take_weights(self, report: WeightsReport) -> None:
         if isinstance(report, Prepared):
@@ -213,7 +203,6 @@ class AsyncEngine:
             return
         self._died = failure
         self._death.set()
-        self._reported.set()
         self._outbox.clear()
         requests, self._requests = self._requests, {}
         for request_id, waiting in requests.items():
