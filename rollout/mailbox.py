@@ -28,6 +28,9 @@ class Mailbox:
         """The question that waits."""
 
     async def ask(self, turn: TurnResult) -> Continue:
+        """Raises RuntimeError when a question waits already, or this turn was asked about before."""
+        if self.pending is not None or turn.index in self._taken:
+            raise RuntimeError("the trainer is asked about each turn once")
         self._answer = asyncio.get_running_loop().create_future()
         self.pending = TurnDone(
             id="",

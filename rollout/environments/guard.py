@@ -53,6 +53,7 @@ class Guard:
         self._budget = budget
         self._patience = patience
         self._environment: Environment | None = None
+        self._ready = False
         self._left: Call | None = None
 
     @property
@@ -71,11 +72,18 @@ class Guard:
         if isinstance(made, End):
             return made
         self._environment = made
-        if _is_default(made.reset):
-            return Answer()
-        return await self._call(
-            "reset", made.reset, (context(),), lambda value: check_observation(value, self._vocab_size), within, stops
-        )
+        answer: Answer | End = Answer()
+        if not _is_default(made.reset):
+            answer = await self._call(
+                "reset",
+                made.reset,
+                (context(),),
+                lambda value: check_observation(value, self._vocab_size),
+                within,
+                stops,
+            )
+        self._ready = not isinstance(answer, End)
+        return answer
 
     async def step(self, turn: TurnResult, stops: Stops) -> Answer | End:
         environment = self._made()
@@ -86,9 +94,9 @@ class Guard:
 
     @property
     def scores(self) -> bool:
-        """Will `finish` be asked? A call that was left behind keeps the environment busy: nobody scores it then."""
+        """Will `finish` be asked? Not before `reset` has returned, nor while a call that was left behind still runs."""
         idle = self._left is None or not self._left.running
-        return self._environment is not None and not _is_default(self._environment.finish) and idle
+        return self._ready and idle and not _is_default(self._made().finish)
 
     async def finish(self, record: Record, stops: Stops) -> Rewards | End:
         return await self._call("finish", self._made().finish, (record,), check_final, self._patience.finish_s, stops)

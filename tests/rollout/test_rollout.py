@@ -599,6 +599,32 @@ def test_the_trainer_may_answer_inside_the_callback() -> None:
     assert run(main()).finish_reason == "env_done"
 
 
+def test_a_plug_in_may_ask_the_trainer_too_but_once_a_turn() -> None:
+    class Half(Environment):
+        patient = True
+
+        async def reset(self, context: Context) -> None:
+            self.ask = context.ask
+
+        async def step(self, turn: TurnResult) -> Step:
+            answer = await self.ask(turn)
+            if turn.index == 1:
+                await self.ask(turn)
+            return Step(observation=answer.observation, reward=0.5)
+
+    async def main() -> Record:
+        playing = await play(StubEngine(), group(), Half)
+        for _ in range(2):
+            playing.rollout.answer(answer_to(await playing.turns.get(), observation=ids(30)))
+        return await playing.record
+
+    result = run(main())
+    assert result.error is not None
+    assert (result.finish_reason, result.error.stage) == ("env_error", "step")
+    assert "once" in result.error.message
+    assert result.segments[0].turns[0].reward == 0.5
+
+
 # Where the time went.
 
 

@@ -149,6 +149,28 @@ def test_a_hang_that_nobody_set_a_deadline_for_is_an_error(stage: str) -> None:
     run(main())
 
 
+def test_what_was_never_reset_is_closed_but_not_scored() -> None:
+    async def main() -> None:
+        stop: asyncio.Future[End] = asyncio.get_running_loop().create_future()
+        begun = asyncio.Event()
+
+        async def hang(_context: Context) -> None:
+            begun.set()
+            await for_ever()
+
+        fake = Fake(reset=hang)
+        guard = guarded(lambda: fake)
+        opening = asyncio.ensure_future(guard.open(context, (stop,)))
+        await begun.wait()
+        stop.set_result(End("trajectory_deadline"))
+        assert await opening == End("trajectory_deadline")
+        assert not guard.scores
+        await guard.close()
+        assert fake.calls == ["reset", "close"]
+
+    run(main())
+
+
 def test_a_close_that_hangs_or_raises_costs_its_deadline_only() -> None:
     async def main() -> None:
         for close in (for_ever, raise_(SystemExit(1))):
