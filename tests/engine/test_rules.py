@@ -1,4 +1,4 @@
-"""The rules that keep an overlapped step correct (docs/engine.md), one test each or more, eager and lazy."""
+"""The eleven rules that keep an overlapped step correct, one test each or more, eager and lazy."""
 
 from __future__ import annotations
 
