@@ -42,92 +42,129 @@ class RolloutError(Exception):
 
 
 class BadRequest(RolloutError):
-    """request_id: the id of the message that was refused, "" where it could not be read."""
+    """The message breaks the protocol, a limit or a rule; `field` says where. Mend it: a repeat fails again.
+
+    request_id: the id of the message that was refused, "" where it could not be read.
+    """
 
     code = "bad_request"
     request_id: str = ""
 
 
 class Duplicate(RolloutError):
+    """A live trajectory or group has this id and other content. Choose another id, or repeat the same content."""
+
     code = "duplicate"
 
 
 class PrefixMismatch(RolloutError):
+    """A `continue` does not follow on the trajectory as it stands. Answer the newest `turn_done` of it."""
+
     code = "prefix_mismatch"
 
 
 class PromptTooLong(RolloutError):
+    """The ids leave no room for a sampled token within the context limit. Shorten them."""
+
     code = "prompt_too_long"
 
 
 class UnknownTrajectory(RolloutError):
+    """The session has no such trajectory, or it waits for no answer. Submit it again if it is still wanted."""
+
     code = "unknown_trajectory"
 
 
 class Overloaded(RolloutError):
+    """There is no room for more work now. Acknowledge results and submit again, or go to another worker."""
+
     code = "overloaded"
     retryable = True
 
 
 class Paused(RolloutError):
+    """The engine is paused, so the answer would not come. Send `resume`, then ask again."""
+
     code = "paused"
     retryable = True
 
 
 class NotReady(RolloutError):
+    """The connection has no session, or the worker is still starting. Say `hello`, then ask again."""
+
     code = "not_ready"
     retryable = True
 
 
 class ShuttingDown(RolloutError):
+    """The worker takes no new work. Go to another worker, or wait for the next one at this address."""
+
     code = "shutting_down"
     retryable = True
     scope = "worker"
 
 
 class StaleVersion(RolloutError):
+    """Weights of `min_version` did not serve before the deadline. Update the weights, then submit again."""
+
     code = "stale_version"
     retryable = True
 
 
 class WeightsInvalid(RolloutError):
+    """The weights are not those of the served model, or not sound. The old ones serve on; write them again."""
+
     code = "weights_invalid"
 
 
 class WeightsIncomplete(RolloutError):
+    """A file or tensor is missing or cut short. The old weights serve on; prepare again once all is written."""
+
     code = "weights_incomplete"
 
 
 class WeightsBusy(RolloutError):
+    """Another update is under way, or the drain timed out. Wait for its end, then ask again."""
+
     code = "weights_busy"
     retryable = True
 
 
 class NumericalError(RolloutError):
+    """The model gave numbers that are not finite. The trajectory failed; look at the weights."""
+
     code = "numerical_error"
 
 
 class OutOfMemory(RolloutError):
+    """The device has no memory left. Start the worker with less of it reserved, or smaller batches."""
+
     code = "out_of_memory"
     scope = "worker"
 
 
 class EngineDead(RolloutError):
+    """The engine has stopped and cannot go on. Restart the worker; the client submits again what is open."""
+
     code = "engine_dead"
     scope = "worker"
 
 
 class Timeout(RolloutError, TimeoutError):
+    """No answer came in time, and whether the request had effect is unknown. Ask again: requests are idempotent."""
+
     code = "timeout"
     retryable = True
 
 
 class Internal(RolloutError):
+    """A fault of the worker's own. Its log has the traceback; report it."""
+
     code = "internal"
 
 
 class ConnectionLost(RolloutError):
-    """No worker answers at the address. Never sent: only the client can notice it."""
+    """No worker answers at the address. Start one, or mend the address. Never sent: only the client notices it."""
 
     code = "connection_lost"
     retryable = True

@@ -11,13 +11,20 @@ from protocols.scalars import Positive, Size, TokenId
 
 
 class Limits(Value):
-    """What the receiver accepts; sent in `welcome`. The sizes are bytes.
+    """What the receiver accepts, and how results are sent. The sizes are bytes.
 
-    max_frame: one ZeroMQ frame. max_message: all frames of a message. max_header: its first frame. max_blobs: its
-    further frames. max_nesting: depth of a `metadata` or `config`, itself counted. max_metadata: one of them as
-    msgpack. max_context: tokens of a trajectory, 0 where nothing is known.
-    chunk_bytes: a larger message is sent in chunks of this size. window_bytes: events sent and not yet acknowledged
-    as received, per connection. result_bytes: records kept until acknowledged, all clients together.
+    max_frame: one ZeroMQ frame.
+    max_message: all frames of a message.
+    max_header: its first frame.
+    max_nesting: depth of a `metadata` or `config`, itself counted.
+    max_blobs: frames after the header.
+    max_groups: of one submit.
+    max_trajectories: of one submit, and ids in any other list.
+    max_metadata: one `metadata` or `config`, as msgpack.
+    max_context: tokens of a trajectory; 0 where nothing is known.
+    chunk_bytes: a larger message is sent in chunks of this size.
+    window_bytes: events sent and not yet acknowledged as received, per connection.
+    result_bytes: records kept until acknowledged, all clients together.
     """
 
     max_frame: Size = 256 * 2**20
@@ -35,7 +42,15 @@ class Limits(Value):
 
 
 class ModelInfo(Value):
-    """The model served. vocab_size: rows of the head, ids are valid in [0, vocab_size)."""
+    """The model served.
+
+    architecture: as its config names it.
+    dtype: of the weights served.
+    vocab_size: rows of the head; ids are valid in [0, vocab_size), whatever the tokenizer knows.
+    max_context: tokens of a trajectory at most.
+    eos_ids: end a turn unless ignore_eos.
+    tokenizer_hash: nil when the checkpoint has no tokenizer; stop strings are refused then.
+    """
 
     architecture: str
     dtype: str

@@ -44,8 +44,12 @@ class Times(Value):
 class Failure(Value):
     """An error as data: in `error` replies and in the records of failed trajectories.
 
-    code: one of ERROR_CODES (errors.py). scope: what it costs. field: path of the offending field, such as
-    `groups[3].sampling.top_p`. stage: where a trajectory failed (`reset`, `step`, `finish`, `generate`).
+    code: one of the errors' codes.
+    message: for people; cut at its limit.
+    retryable: may the same request succeed later?
+    scope: what the error costs.
+    field: path of the offending field, such as `groups[3].sampling.top_p`.
+    stage: where a trajectory failed, such as `reset`, `step`, `finish`, `generate`.
     """
 
     code: Name
@@ -59,8 +63,13 @@ class Failure(Value):
 class Turn(Value):
     """One sampled turn: tokens [start, start + length) of its segment were sampled by it.
 
-    prompt_len tokens preceded it, of which cached_tokens came from the prefix cache and computed_tokens did not.
+    finish_reason: why the turn ended; the trajectory has its own.
     stop: the id (as a decimal string) or the string that ended it.
+    prompt_len: tokens that preceded it.
+    cached_tokens: of those, how many came from the prefix cache.
+    computed_tokens: of those, how many did not.
+    preemptions: times it gave way to others and was computed again.
+    reward: of this turn alone; nil when nobody scored it.
     """
 
     index: Count
@@ -79,11 +88,18 @@ class Turn(Value):
 class Segment(Value):
     """One append-only sequence of L tokens; unless history was rewritten a trajectory has exactly one.
 
-    token_ids int32[L]; source uint8[L] (SOURCE_*); logprobs float32[L], of the primary mode, 0.0 wherever the
-    source is not sampled; loss_mask uint8[L]. `logprobs[i]` scores `token_ids[i]` given `token_ids[:i]`.
-    weight_versions, kv_versions: int64[k, 2], runs of (version, count) over the sampled tokens in order.
-    more_logprobs: float32[L] of the further modes asked for. prompt_logprobs: float32[P] of the primary mode over
-    the first turn's prompt, entry 0 NaN. top_ids, top_logprobs: [S, k], one row per sampled token in order.
+    `logprobs[i]` scores `token_ids[i]` given `token_ids[:i]`; nothing is shifted.
+
+    token_ids: of length L.
+    source: of length L: 0 prompt, 1 sampled, 2 glue, 3 observation, 4 prefix taken from another segment.
+    logprobs: of length L, of the primary mode, finite, 0.0 wherever source is not 1.
+    loss_mask: of length L, 1 where a token was sampled and may be trained on.
+    weight_versions: [k, 2], runs of (version, count) over the sampled tokens in order.
+    kv_versions: [k, 2], runs of (oldest version whose KV was read, count) over the sampled tokens in order.
+    more_logprobs: of length L, of each further mode asked for.
+    prompt_logprobs: of the primary mode over the first turn's prompt, entry 0 NaN.
+    top_ids: [S, k], one row per sampled token in order.
+    top_logprobs: [S, k], those of top_ids.
     """
 
     token_ids: Int32
@@ -134,7 +150,11 @@ class Segment(Value):
 
 
 class Truncation(Value):
-    """What ended a truncated trajectory early: the limit's name (a `Budget` field or `max_context`) and value."""
+    """What ended a truncated trajectory early.
+
+    limit: a field of the budget, or `max_context`.
+    value: what it was.
+    """
 
     limit: str
     value: float
@@ -143,8 +163,13 @@ class Truncation(Value):
 class Record(Value):
     """Everything about one ended trajectory.
 
-    sampling: every effective value, the drawn seed included. rewards: named parts, when the environment gave
-    any. reward None means that nobody scored it, never 0.
+    status: follows from finish_reason.
+    sampling: every effective value, the drawn seed included.
+    reward: nil means that nobody scored it, never 0.
+    rewards: named parts, when the environment gave any.
+    error: always there when status is `failed`.
+    wall_s: from accept to end, in the worker.
+    metadata: the group's.
     """
 
     trajectory_id: Name

@@ -15,13 +15,18 @@ from protocols.scalars import PROTOCOL, Count, Float32, Int32, Int64, LogprobMod
 class ReplyMessage(Value):
     protocol: Literal[1] = PROTOCOL
     id: str = Field(max_length=256)
-    """Empty in an `error` about a message whose own id could not be read."""
 
 
 class Welcome(ReplyMessage):
-    """boot_id changes when the worker process does: re-commit the last weights, then resubmit what is open.
+    """The answer to `hello`.
 
-    resumed: the session asked for was found, and its open work goes on. open_trajectories: that work.
+    session: token of the session; to be given in the next `hello` after a lost connection.
+    resumed: the session asked for was found, and its open work goes on.
+    boot_id: changes when the worker process does: commit the last weights again, then resubmit what is open.
+    weight_digest: of the weights that serve.
+    capabilities: what this worker can do beyond the fixed part of the protocol.
+    environments: names that a group may ask for.
+    open_trajectories: work of the session that is not acknowledged yet.
     """
 
     type: Literal["welcome"] = "welcome"
@@ -39,7 +44,11 @@ class Welcome(ReplyMessage):
 
 
 class Accepted(ReplyMessage):
-    """known: trajectories of this submit that the worker already had (a repeat)."""
+    """The answer to `submit`.
+
+    trajectories: of this submit.
+    known: of those, how many the worker already had (a repeat).
+    """
 
     type: Literal["accepted"] = "accepted"
     batch_id: Name
@@ -48,6 +57,13 @@ class Accepted(ReplyMessage):
 
 
 class WeightsPrepared(ReplyMessage):
+    """The answer to `prepare_weights`: nothing serves yet.
+
+    digest: of names, shapes and bytes in the worker's dtype.
+    bytes: of the weights in the worker's dtype.
+    load_s: reading and checking.
+    """
+
     type: Literal["weights_prepared"] = "weights_prepared"
     update_id: Name
     version: Version
@@ -57,7 +73,10 @@ class WeightsPrepared(ReplyMessage):
 
 
 class WeightsCommitted(ReplyMessage):
-    """paused_s: how long no step ran because of this commit."""
+    """The answer to `commit_weights`: from here on every sampled token carries this version.
+
+    paused_s: how long no step ran because of this commit.
+    """
 
     type: Literal["weights_committed"] = "weights_committed"
     update_id: Name
@@ -67,14 +86,20 @@ class WeightsCommitted(ReplyMessage):
 
 
 class Ok(ReplyMessage):
-    """detail: counts, such as how many of the ids of a `cancel` were still running."""
+    """The answer to requests that return nothing else.
+
+    detail: counts, such as how many of the ids of a `cancel` were still running.
+    """
 
     type: Literal["ok"] = "ok"
     detail: dict[str, Size] = Field(default_factory=dict)
 
 
 class Scored(ReplyMessage):
-    """logprobs[mode][i]: float32[L_i] of sequence i, entry 0 NaN (nothing precedes it)."""
+    """The answer to `score`.
+
+    logprobs: for each mode one array per sequence, as long as it, entry 0 NaN (nothing precedes it).
+    """
 
     type: Literal["scored"] = "scored"
     weight_version: Version
@@ -82,7 +107,11 @@ class Scored(ReplyMessage):
 
 
 class WorkerStatus(ReplyMessage):
-    """One look at the worker. engine, wire: gauges and counters by name (docs/metrics.md)."""
+    """The answer to `status`: one look at the worker.
+
+    engine: gauges and counters by name.
+    wire: gauges and counters by name.
+    """
 
     type: Literal["worker_status"] = "worker_status"
     state: Literal["starting", "ready", "paused", "updating", "draining", "dead"]
@@ -99,18 +128,30 @@ class WorkerStatus(ReplyMessage):
 
 
 class Pong(ReplyMessage):
+    """The answer to `ping`. With an empty id it answers nothing: the worker looks whether the connection stands."""
+
     type: Literal["pong"] = "pong"
     boot_id: Name
     weight_version: Version
 
 
 class ErrorReply(ReplyMessage):
+    """The answer to any request that failed.
+
+    id: empty where the id of the message could not be read.
+    """
+
     type: Literal["error"] = "error"
     error: Failure
 
 
 class TurnDone(ReplyMessage):
-    """A turn of a `remote` trajectory ended and waits for `continue`; token_ids are the turn's sampled ids."""
+    """A turn of a `remote` trajectory ended and waits for `continue`.
+
+    total_len: tokens of the trajectory so far: `expected_len` of the answer.
+    token_ids: the turn's sampled ids.
+    logprobs: theirs, of the primary mode.
+    """
 
     type: Literal["turn_done"] = "turn_done"
     trajectory_id: Name
@@ -128,12 +169,18 @@ class TurnDone(ReplyMessage):
 
 
 class TrajectoryDone(ReplyMessage):
+    """A trajectory ended. To be acknowledged."""
+
     type: Literal["trajectory_done"] = "trajectory_done"
     record: Record
 
 
 class GroupDone(ReplyMessage):
-    """All trajectories of a group ended. complete: each is `completed` or `truncated`."""
+    """All trajectories of a group ended.
+
+    counts: trajectories by status.
+    complete: each is `completed` or `truncated`.
+    """
 
     type: Literal["group_done"] = "group_done"
     batch_id: Name
@@ -143,6 +190,12 @@ class GroupDone(ReplyMessage):
 
 
 class BatchDone(ReplyMessage):
+    """All trajectories of a batch ended.
+
+    counts: trajectories by status.
+    wall_s: from accept to the last end.
+    """
+
     type: Literal["batch_done"] = "batch_done"
     batch_id: Name
     counts: dict[Status, Size]
@@ -150,6 +203,11 @@ class BatchDone(ReplyMessage):
 
 
 class WeightsProgress(ReplyMessage):
+    """How far an update is.
+
+    fraction: of the stage.
+    """
+
     type: Literal["weights_progress"] = "weights_progress"
     update_id: Name
     stage: Literal["reading", "checking", "draining", "copying"]
@@ -157,10 +215,15 @@ class WeightsProgress(ReplyMessage):
 
 
 class Chunk(ReplyMessage):
-    """A piece of a message too large to be sent at once (chunks.py): bytes from `offset` of message number `of`.
+    """A piece of a message too large to be sent at once.
 
-    The bytes of a message are those of its frames, header first, one after another. data: consecutive pieces of
-    them, none across the end of a frame. sizes: int64[frames], the size of every frame, in the first chunk only.
+    The bytes of a message are those of its frames, header first, one after another.
+
+    id: that of the whole message.
+    of: number of the whole message on this connection.
+    offset: where the piece begins among the bytes of the whole.
+    data: consecutive bytes, in pieces none of which goes across the end of a frame.
+    sizes: bytes of every frame; in the first chunk only.
     """
 
     type: Literal["chunk"] = "chunk"

@@ -17,7 +17,11 @@ class RequestMessage(Value):
 
 
 class Hello(RequestMessage):
-    """First on every connection. session: the token of an earlier `welcome`, to go on with that session."""
+    """First on every connection.
+
+    client: a name for the log.
+    session: the token of an earlier `welcome`, to go on with that session.
+    """
 
     type: Literal["hello"] = "hello"
     client: Name
@@ -27,8 +31,10 @@ class Hello(RequestMessage):
 class SubmitBatch(RequestMessage):
     """Accepted as a whole or refused as a whole. A repeat with equal content is accepted again and runs once.
 
-    groups_needed, min_complete: end the batch early (by capability `early_cut`). resume: go on with kept partials
-    (by capability `resume`).
+    groups_needed: end the batch early, when so many groups are complete (capability `early_cut`).
+    min_complete: samples that make a group complete (capability `early_cut`).
+    surplus: what happens to the rest then (capability `early_cut`).
+    resume: trajectories whose kept partials go on (capability `resume`).
     """
 
     type: Literal["submit"] = "submit"
@@ -62,8 +68,17 @@ class SubmitBatch(RequestMessage):
 class Continue(RequestMessage):
     """The trainer's answer to `turn_done` of a trajectory in a `remote` environment.
 
-    turn: index of the turn that is answered. expected_len: tokens of the trajectory after that turn. A repeat of
-    the answer already taken is a no-op; anything else that does not fit is `prefix_mismatch`.
+    A repeat of the answer already taken is a no-op; anything else that does not fit is `prefix_mismatch`.
+
+    turn: index of the turn that is answered.
+    expected_len: tokens of the trajectory after that turn.
+    glue: template tokens, appended first.
+    observation: appended after the glue.
+    max_tokens: of the next turn; nil keeps `sampling.max_tokens`.
+    done: end the trajectory (`env_done`). Nothing is appended then: glue, observation and max_tokens are refused.
+    turn_reward: of the turn that is answered.
+    reward: of the trajectory; only with done.
+    rewards: named parts of it; only with done.
     """
 
     type: Literal["continue"] = "continue"
@@ -90,7 +105,7 @@ class Continue(RequestMessage):
 
 
 class Cancel(RequestMessage):
-    """End trajectories with what they have (`abort_client`); finished and unknown ones are ignored, and counted."""
+    """End trajectories with what they have (`abort_client`). Finished and unknown ones are ignored, and counted."""
 
     type: Literal["cancel"] = "cancel"
     trajectory_ids: Annotated[Many[Name], limited("max_trajectories")] = ()
@@ -101,8 +116,10 @@ class Cancel(RequestMessage):
 class Ack(RequestMessage):
     """Results taken over by the client: the worker forgets them and their ids are free.
 
-    received_bytes: bytes of all frames of events received on this connection so far; reopens the send window.
     The one request that gets no reply.
+
+    trajectory_ids: ended trajectories; others are ignored.
+    received_bytes: of all frames of events and chunks received on this connection so far; reopens the send window.
     """
 
     type: Literal["ack"] = "ack"
@@ -113,7 +130,11 @@ class Ack(RequestMessage):
 class PrepareWeightsRequest(RequestMessage):
     """Read and check a safetensors file or directory on the worker's file system; generation goes on.
 
-    version must not be below the serving one unless force. checksums: file name -> "sha256:hex".
+    update_id: names the update in `commit_weights`.
+    path: never deleted by the worker.
+    version: must not be below the serving one unless force.
+    checksums: file name to `sha256:` and hex.
+    force: go back to an older version.
     """
 
     type: Literal["prepare_weights"] = "prepare_weights"
@@ -125,9 +146,13 @@ class PrepareWeightsRequest(RequestMessage):
 
 
 class CommitWeightsRequest(RequestMessage):
-    """Make a prepared update serve (decision 10 says what each mode does to running turns).
+    """Make a prepared update serve.
 
-    digest: refuse unless prepare found this one. drain_timeout_s is required for mode `drain`.
+    digest: refuse unless prepare found this one.
+    mode: `drain`: no new turn starts, running turns end first. `abort`: running turns end as they are. `keep_kv`:
+        they go on over their old KV (capability). `recompute_kv`: they go on over KV of the new weights (capability).
+    drain_timeout_s: required by mode `drain`.
+    on_drain_timeout: `abort` the turns that still run, or `fail` the commit with the old weights serving.
     """
 
     type: Literal["commit_weights"] = "commit_weights"
@@ -159,24 +184,29 @@ class PauseRequest(RequestMessage):
 
 
 class ResumeRequest(RequestMessage):
+    """Go on after `pause`."""
+
     type: Literal["resume"] = "resume"
 
 
 class SleepRequest(RequestMessage):
-    """Give the device's memory back (by capability `sleep`)."""
+    """Give the device's memory back (capability `sleep`)."""
 
     type: Literal["sleep"] = "sleep"
     level: Literal[1, 2] = 1
 
 
 class WakeRequest(RequestMessage):
+    """Take the device's memory again (capability `sleep`)."""
+
     type: Literal["wake"] = "wake"
 
 
 class Score(RequestMessage):
     """Logprobs of given ids under the law of `sampling`, nothing sampled.
 
-    sampled: per sequence uint8[L], 1 where presence and frequency penalties count the id as sampled.
+    sequences: none empty.
+    sampled: per sequence as long as it, 1 where presence and frequency penalties count the id as sampled.
     """
 
     type: Literal["score"] = "score"
@@ -202,17 +232,21 @@ class Score(RequestMessage):
 
 
 class StatusRequest(RequestMessage):
+    """Ask for one look at the worker."""
+
     type: Literal["status"] = "status"
 
 
 class Drain(RequestMessage):
-    """Refuse new work, let running work end, answer when nothing runs or `timeout_s` has passed."""
+    """Refuse new work, let running work end, answer when nothing runs or the time is over."""
 
     type: Literal["drain"] = "drain"
     timeout_s: Seconds
 
 
 class Ping(RequestMessage):
+    """Ask for a `pong`, which waits behind no more than the send window."""
+
     type: Literal["ping"] = "ping"
 
 

@@ -27,11 +27,27 @@ from protocols.scalars import (
 class Sampling(Value):
     """The law of a turn. Defaults are neutral; nothing but the EOS list comes from the checkpoint.
 
-    max_tokens: sampled tokens of one turn; None fills up to the context limit.
-    bias_ids, bias_values: logit bias as two arrays of one length (int map keys do not survive msgpack).
-    seed: drawn by the worker when None; the reply echoes what was used.
-    stop: strings, matched over the text of the sampled tokens; stop_ids add to the checkpoint's EOS list.
-    logprobs: which logprobs come back, the primary one first.
+    Applied in this order: allowed_ids and bias, penalties, temperature, top_k, top_p, min_p; then noise and argmax.
+
+    temperature: 0 is greedy: the highest logit, the lowest id among equals.
+    top_k: 0 keeps all; ties with the k-th are kept.
+    top_p: the smallest set of at least this mass, ties by lowest id; 1 keeps all.
+    min_p: what is below this share of the likeliest is dropped; 0 keeps all.
+    repetition_penalty: over all ids of the trajectory; 1 is none.
+    presence_penalty: over the sampled ids of all turns.
+    frequency_penalty: over the sampled ids of all turns, by their number.
+    allowed_ids: the only ids that may be sampled; nil allows all.
+    bias_ids: ids whose logits bias_values are added to (a map with int keys would not survive msgpack).
+    bias_values: as long as bias_ids, finite.
+    seed: drawn by the worker when nil; the record echoes what was used.
+    max_tokens: sampled tokens of one turn; nil fills up to the context limit.
+    stop_ids: end a turn, besides the checkpoint's EOS list. The stop token is kept.
+    stop: strings that end a turn, matched over the text of the sampled tokens.
+    ignore_eos: go on past the checkpoint's EOS list; stop_ids still count.
+    logprobs: which logprobs come back, the primary one first. `processed`: of the distribution really sampled from;
+        `temperature`: of the logits divided by the temperature; `raw`: of the logits.
+    top_logprobs: alternatives returned for every sampled token.
+    prompt_logprobs: score the first turn's prompt too.
     """
 
     temperature: Annotated[float, Field(ge=0)] = 1.0
@@ -68,11 +84,15 @@ class Sampling(Value):
 
 
 class Budget(Value):
-    """Where a trajectory ends whatever its environment says. None means no limit of its own.
+    """Where a trajectory ends whatever its environment says. Nil means no limit of its own.
 
-    max_total_tokens counts every token of the trajectory, prompt and observations included; None is the
-    worker's context limit. on_length: does a turn cut by `max_tokens` end the trajectory? None asks the
-    environment (scripted: continue; others: end).
+    max_turns: sampled turns.
+    max_total_tokens: every token of the trajectory, prompt and observations included; nil is the context limit.
+    turn_deadline_s: of the sampling of one turn.
+    tool_deadline_s: of one answer of the environment.
+    trajectory_deadline_s: of the whole, waiting for its start included.
+    on_length: does a turn cut by max_tokens end the trajectory? Nil asks the environment (scripted: continue;
+        others: end).
     """
 
     max_turns: Positive | None = None
@@ -84,20 +104,25 @@ class Budget(Value):
 
 
 class ScriptedTurn(Value):
-    """What follows one sampled turn. glue: template tokens that end the turn and open the next one."""
+    """What follows one sampled turn.
+
+    glue: template tokens that end the turn and open the next one.
+    observation: what the environment says.
+    max_tokens: budget of the turn that this observation opens; nil keeps `sampling.max_tokens`.
+    """
 
     glue: Int32 | None = None
     observation: Int32 | None = None
     max_tokens: Positive | None = None
-    """Budget of the turn that this observation opens; None keeps `Sampling.max_tokens`."""
 
 
 class Environment(Value):
     """Which environment answers the model.
 
-    name "scripted": `script[k]` follows turn k, the trajectory ends with the turn after the last entry (an empty
-    script is a single turn). "remote": the trainer answers each `turn_done` with `continue`. Any other name was
-    registered when the worker started; it gets `config`, which the wire does not interpret.
+    name: `scripted`, `remote` (the trainer answers each `turn_done` with `continue`), or a name that was registered
+        when the worker started.
+    script: only of `scripted`: entry k follows turn k, and the trajectory ends with the turn after the last entry.
+    config: for a registered environment; the wire does not interpret it.
     """
 
     name: Name = "scripted"
@@ -114,11 +139,18 @@ class Environment(Value):
 class Group(Value):
     """n samples of one prompt; n is the number of trajectory ids.
 
-    trajectory_ids: the caller's, unique within the session. sample_indices: the noise key of each sample,
-    0..n-1 when None. prompt_source: uint8[L] when the prompt already holds sampled tokens (a resumed record);
-    None means all of it is prompt. metadata: opaque, bounded, echoed in every record.
-    min_version: wait until weights of at least this version serve. max_staleness: end the trajectory as
-    `abort_stale` rather than let its oldest token fall further behind the serving version.
+    id: unique within its batch.
+    prompt: ids below the model's vocab_size.
+    trajectory_ids: the caller's, unique within the session.
+    sample_indices: the noise key of each sample, all different; 0 to n - 1 when nil.
+    prompt_source: as long as the prompt, when that already holds sampled tokens (a resumed record); nil means that all
+        of it is prompt.
+    metadata: echoed in every record.
+    purpose: `eval` keeps the group out of the training metrics.
+    priority: higher starts earlier.
+    min_version: wait until weights of at least this version serve.
+    max_staleness: end the trajectory as `abort_stale` rather than let its oldest token fall further behind the serving
+        version.
     """
 
     id: Name
