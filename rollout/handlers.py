@@ -63,7 +63,7 @@ class Handlers:
 
     def _hello(self, peer: bytes, request: requests.Hello) -> None:
         service = self._service
-        connection, resumed = service.sessions.greet(peer, request.client, request.session, service.now)
+        connection, resumed = service.sessions.greet(peer, request.client, request.session)
         session = connection.session
         welcome = Welcome(
             id=request.id,

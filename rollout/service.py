@@ -36,7 +36,7 @@ from rollout.weights import WeightUpdates
 
 log = logging.getLogger(__name__)
 
-PING_S = 1.0
+PING_S = 0.5
 """How often each client's connection is looked at."""
 LINGER_S = 0.3
 """How long frames already handed to libzmq may take to leave at the very end."""
@@ -204,7 +204,7 @@ class Service:
         self.sessions.gone(peer)
         return False
 
-    # Once a second.
+    # Twice a second.
 
     async def _tick(self) -> None:
         ping = encode(self.pong(""))

@@ -32,15 +32,15 @@ class Connection:
 
 
 class Session:
-    """trajectories: by id, until acknowledged. reachable: loop time when its peer was last known to be connected.
+    """trajectories: by id, until acknowledged. gone_since: when its peer was first found to be unreachable.
 
     peer: identity of the newest connection, kept after that broke so that its return is noticed.
     """
 
-    def __init__(self, token: str, client: str, now: float) -> None:
+    def __init__(self, token: str, client: str) -> None:
         self.token = token
         self.client = client
-        self.reachable = now
+        self.gone_since: float | None = None
         self.peer: bytes | None = None
         self.connection: Connection | None = None
         self.outbox = Outbox()
@@ -98,12 +98,12 @@ class Sessions:
     def connection(self, peer: bytes) -> Connection | None:
         return self._connections.get(peer)
 
-    def greet(self, peer: bytes, client: str, token: str | None, now: float) -> tuple[Connection, bool]:
+    def greet(self, peer: bytes, client: str, token: str | None) -> tuple[Connection, bool]:
         """A `hello`: the connection, and whether the session asked for was found. Nothing is sent yet."""
         session = self._sessions.get(token or "")
         resumed = session is not None
         if session is None:
-            session = Session(secrets.token_hex(16), client, now)
+            session = Session(secrets.token_hex(16), client)
             self._sessions[session.token] = session
         self._leave(peer)
         if session.connection is not None:
@@ -115,7 +115,7 @@ class Sessions:
             on_received=lambda event: session.outbox.sweep(event.key),
         )
         connection = session.connection = self._connections[peer] = Connection(peer, session, sender)
-        session.peer, session.reachable = peer, now
+        session.peer, session.gone_since = peer, None
         return connection, resumed
 
     def redeliver(self, connection: Connection) -> None:
@@ -133,10 +133,13 @@ class Sessions:
         """Give up sessions whose peer has been unreachable for too long. probe: is the peer connected?"""
         for session in self.all:
             if session.peer is not None and probe(session.peer):
-                session.reachable = now
-            elif session.connection is not None:
+                session.gone_since = None
+                continue
+            if session.connection is not None:
                 self._close(session.connection)
-            if now - session.reachable > self._client_timeout:
+            if session.gone_since is None:
+                session.gone_since = now
+            if now - session.gone_since >= self._client_timeout:
                 del self._sessions[session.token]
                 self._on_expired(session)
 

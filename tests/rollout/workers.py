@@ -25,7 +25,7 @@ from rollout.service import Served, Service, Timeouts
 from tests.rollout.timed_engine import VOCAB, TimedEngine
 
 LIMITS = Limits()
-TIMEOUTS = Timeouts(client=1.0, drain=1.0, ack=1.0)
+TIMEOUTS = Timeouts(client=20.0, drain=1.0, ack=1.0)
 ROOT = Path(__file__).parent.parent.parent
 
 
