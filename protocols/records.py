@@ -125,6 +125,8 @@ class Segment(Value):
         if not np.isfinite(self.logprobs).all():
             refuse("must be finite", ".logprobs")
         is_sampled = self.source == SOURCE_SAMPLED
+        if self.logprobs[~is_sampled].any():
+            refuse("must be 0.0 where the token was not sampled", ".logprobs")
         if (self.loss_mask > is_sampled).any():
             refuse("must be 0 or 1, and 0 where the token was not sampled", ".loss_mask")
         sampled = int(np.count_nonzero(is_sampled))

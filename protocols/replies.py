@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
+import numpy as np
 from pydantic import Field, model_validator
 
 from protocols.base import Many, Value, refuse
@@ -150,7 +151,7 @@ class TurnDone(ReplyMessage):
 
     total_len: tokens of the trajectory so far: `expected_len` of the answer.
     token_ids: the turn's sampled ids.
-    logprobs: theirs, of the primary mode.
+    logprobs: theirs, of the primary mode, finite.
     """
 
     type: Literal["turn_done"] = "turn_done"
@@ -165,6 +166,8 @@ class TurnDone(ReplyMessage):
         for name, array in (("token_ids", self.token_ids), ("logprobs", self.logprobs)):
             if len(array) != self.turn.length:
                 refuse(f"has {len(array)} entries for a turn of {self.turn.length}", f".{name}")
+        if not np.isfinite(self.logprobs).all():
+            refuse("must be finite", ".logprobs")
         return self
 
 

@@ -224,7 +224,11 @@ def _score(draw: Draw) -> dict[str, Any]:
 def _turn_done(draw: Draw) -> dict[str, Any]:
     length = draw(st.integers(0, LONGEST))
     turn = draw(value(Turn)).model_copy(update={"length": length})
-    return {"turn": turn, "token_ids": draw(arrays("<i4", length)), "logprobs": draw(arrays("<f4", length))}
+    return {
+        "turn": turn,
+        "token_ids": draw(arrays("<i4", length)),
+        "logprobs": draw(arrays("<f4", length, finite=True)),
+    }
 
 
 @_build(Segment, *Segment.model_fields)
@@ -240,7 +244,7 @@ def _segment(draw: Draw) -> dict[str, Any]:
     return {
         "token_ids": draw(arrays("<i4", length)),
         "source": source,
-        "logprobs": draw(arrays("<f4", length, finite=True)),
+        "logprobs": np.where(source == 1, draw(arrays("<f4", length, finite=True)), np.float32(0)),
         "loss_mask": (source == 1).astype(np.uint8) * draw(st.integers(0, 1)),
         "weight_versions": runs,
         "kv_versions": runs[::-1],

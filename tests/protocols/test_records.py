@@ -42,6 +42,7 @@ def test_arrays_of_a_segment_have_one_length(field: str, value: Any) -> None:
         ("prompt_logprobs", floats(*[0] * 7), "prompt_logprobs"),
         ("logprobs", floats(0, 0, float("nan"), 0, 0, 0), "logprobs"),
         ("logprobs", floats(0, 0, float("-inf"), 0, 0, 0), "logprobs"),
+        ("logprobs", floats(0, 0, -1, -1, -1, -1), "logprobs"),
         ("loss_mask", marks(1, 0, 1, 0, 1, 1), "loss_mask"),
         ("loss_mask", marks(0, 0, 2, 0, 1, 1), "loss_mask"),
         ("weight_versions", runs((3, 2)), "weight_versions"),

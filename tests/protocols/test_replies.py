@@ -38,6 +38,12 @@ def test_a_turn_brings_its_tokens(field: str) -> None:
     assert bad_request(caught.value).field == field
 
 
+def test_a_turn_without_a_number_is_not_sent() -> None:
+    whole = samples.REPLIES["turn_done"]
+    with pytest.raises(ValidationError, match="must be finite"):
+        TurnDone(**{**whole.__dict__, "logprobs": floats(-1, float("nan"))})
+
+
 @pytest.mark.parametrize("fraction", [-0.1, 1.1, float("nan")])
 def test_progress_is_a_share(fraction: float) -> None:
     with pytest.raises(ValidationError):
