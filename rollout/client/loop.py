@@ -217,6 +217,8 @@ class Loop:
     def received(self, message: Reply) -> None:
         if is_event(message):
             self._delivery.event(message)
+        elif isinstance(message, ErrorReply) and message.error.code == "not_ready" and message.error.scope == "session":
+            self._connection.reset("the worker knows no session on it")
         elif (pending := self._pending.take(message.id)) is not None:
             self._reply(pending, message)
         elif isinstance(message, ErrorReply) and not message.id:

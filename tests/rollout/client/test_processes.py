@@ -38,20 +38,22 @@ def python(code: str, *arguments: str, timeout: float = 30.0) -> subprocess.Comp
 
 
 def test_importing_takes_neither_torch_nor_long() -> None:
+    """Half a second of CPU; on a machine that takes more than 0.1 s for numpy alone, in proportion."""
     code = """
         import sys, time
         start = time.process_time()
+        import numpy
+        numpy_s = time.process_time() - start
         import rollout.client
-        taken = time.process_time() - start
-        heavy = {"torch", "transformers", "engine", "asyncio"} & set(sys.modules)
-        print(taken, *heavy)
+        print(numpy_s, time.process_time() - start, *{"torch", "transformers", "engine", "asyncio"} & set(sys.modules))
     """
-    for _ in range(5):  # others use this machine too
-        taken, *heavy = python(code).stdout.split()
+    for _ in range(5):
+        numpy_s, taken, *heavy = python(code).stdout.split()
         assert not heavy
-        if float(taken) < 0.5:
+        limit = 0.5 * max(1.0, float(numpy_s) / 0.1)
+        if float(taken) < limit:
             return
-    pytest.fail(f"importing the client took {taken} s of CPU")
+    pytest.fail(f"importing the client took {taken} s of CPU, more than {limit}")
 
 
 def test_two_clients_do_not_meet(start: Start, connect: Connect) -> None:
@@ -189,11 +191,18 @@ def test_the_interpreter_exits_whatever_is_open(start: Start, ending: str) -> No
     worker = start(hold=True)
     code = f"""
         import gc, sys, threading
-        from rollout.client import RolloutClient
+        from rollout.client import ClientClosed, RolloutClient
 
         client = RolloutClient(sys.argv[1])
         batch = client.submit(client.group([1], n=2))
-        iter_thread = threading.Thread(target=lambda: list(batch.events()), daemon=True)
+
+        def iterate():
+            try:
+                list(batch.events())
+            except ClientClosed:
+                pass
+
+        iter_thread = threading.Thread(target=iterate, daemon=True)
         absent = RolloutClient("tcp://127.0.0.1:1")
         print("open", flush=True)
         {ending}

@@ -376,6 +376,17 @@ def test_a_worker_that_is_not_ready_yet_is_asked_again(start: Start, connect: Co
     assert ping.result(10).boot_id == "boot-1"
 
 
+def test_a_connection_without_a_session_is_greeted_again(start: Start, connect: Connect, later: Later) -> None:
+    worker = start()
+    client = connect(worker)
+    client.connect()
+    worker.refuse(StatusRequest, NotReady("say hello first", scope="session"))
+    status = later(client.status)
+    worker.wait_for(lambda: worker.kinds().count("hello") >= 2)
+    worker.answers.clear()
+    assert status.result(10).boot_id == "boot-1"
+
+
 def test_a_worker_that_refuses_for_good_ends_everything(start: Start, connect: Connect) -> None:
     worker = start(hold=True)
     client = connect(worker)
