@@ -11,13 +11,14 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
 import torch
 
 from engine.arena import EMBEDDING, HEAD, Arena
 from engine.errors import WeightsIncomplete, WeightsInvalid
-from engine.safetensors_file import Entry, SafetensorsFile
+from engine.safetensors_file import Entry, SafetensorsFile, check_sum
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -59,14 +60,13 @@ def read_checkpoint(
 ) -> None:
     """Fill `arena`, which is on the host, from a checkpoint.
 
-    scratch: uint8[n] to read through. checksums: file name -> "sha256:hex" over the whole file; a name that is no
-    file of the checkpoint is an error. Raises `WeightsIncomplete` or `WeightsInvalid`.
+    scratch: uint8[n] to read through. checksums: file name -> "sha256:hex" over the whole file, for any files of the
+    directory. Raises `WeightsIncomplete` or `WeightsInvalid`.
     """
     files = find_files(path)
     sums = dict(checksums or {})
-    for name in sums:
-        if name not in {file.name for file in files.paths}:
-            raise WeightsInvalid(f"{path}: a checksum is given for {name}, which is no file of it", field=name)
+    for name in sums.keys() - {file.name for file in files.paths}:
+        _check_other_file(path, name, sums[name])
     with ExitStack() as stack:
         sources = [stack.enter_context(SafetensorsFile(file, sums.get(file.name))) for file in files.paths]
         if files.home is not None:
@@ -77,6 +77,13 @@ def read_checkpoint(
             for entry in source.entries:
                 _read_tensor(source, entry, arena, scratch, done)
             source.finish()
+
+
+def _check_other_file(path: Path, name: str, checksum: str) -> None:
+    """The checksum of a small file beside the weights; that of a weights file comes with reading it."""
+    if Path(name).name != name or not (path / name).is_file():
+        raise WeightsInvalid(f"{path}: a checksum is given for {name}, which is no file of it", field=name)
+    check_sum(path / name, sha256((path / name).read_bytes()).hexdigest(), checksum)
 
 
 def _read_index(index: Path) -> dict[str, Path]:

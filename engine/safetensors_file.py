@@ -25,6 +25,12 @@ ITEMSIZE = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 
 ITEMSIZE |= {"U64": 8, "U32": 4, "U16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
 
 
+def check_sum(path: Path, found: str, expected: str) -> None:
+    """Raises `WeightsInvalid` unless `expected`, "sha256:hex" or bare hex, is what was found."""
+    if found != expected.lower().removeprefix("sha256:"):
+        raise WeightsInvalid(f"{path}: checksum is sha256:{found}, expected {expected}", field=path.name)
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One tensor of a file. start: offset of its first byte in the file."""
@@ -88,8 +94,8 @@ class SafetensorsFile:
         now = os.fstat(self._fd)
         if (now.st_size, now.st_mtime_ns) != (self._status.st_size, self._status.st_mtime_ns):
             raise self.incomplete("was written to while it was read")
-        if self._hash is not None and self._hash.hexdigest() != str(self._expected).removeprefix("sha256:").lower():
-            raise self.invalid(f"checksum is sha256:{self._hash.hexdigest()}, expected {self._expected}")
+        if self._hash is not None and self._expected is not None:
+            check_sum(self.path, self._hash.hexdigest(), self._expected)
 
     def incomplete(self, message: str) -> WeightsIncomplete:
         return WeightsIncomplete(f"{self.path}: {message}", field=self.path.name)
