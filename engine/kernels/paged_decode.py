@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-TOKENS = 64
-"""KV tokens read at a time."""
+TOKENS, WARPS, STAGES = 64, 4, 3
+"""KV tokens read at a time, warps of a program, and reads in flight."""
 
 
 class DecodeScratch:
@@ -67,8 +67,8 @@ def paged_decode(
         DIM=dim,
         PAGE=block,
         TOKENS=TOKENS,
-        num_warps=4,
-        num_stages=3,
+        num_warps=WARPS,
+        num_stages=STAGES,
     )
     return out.view(rows, heads * dim)
 
@@ -147,17 +147,19 @@ def _kernel(
     if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") < tiles - 1:
         return
 
+    # In tile order, so that the result does not depend on who was last. The maximum comes first: the reads of the
+    # partial outputs then wait for nothing and overlap.
     tl.store(counter, 0)
-    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    for other in tl.range(first, first + tiles, loop_unroll_factor=8):
+        part = other * HEADS + head
+        top = tl.maximum(top, tl.load(part_stats + part * 2, mask=real, other=0.0))
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DIM], tl.float32)
-    for other in range(first, first + tiles):  # in tile order, so that the result does not depend on who was last
+    for other in tl.range(first, first + tiles, loop_unroll_factor=8):
         part = other * HEADS + head
-        top = tl.load(part_stats + part * 2, mask=real, other=0.0)
-        above = tl.maximum(largest, top)
-        shrink, grow = tl.exp2(largest - above), tl.exp2(top - above)
+        weight = tl.exp2(tl.load(part_stats + part * 2, mask=real, other=0.0) - top)
         some = tl.load(part_out + part[:, None] * DIM + d[None, :], mask=real[:, None], other=0.0)
-        acc = acc * shrink[:, None] + some * grow[:, None]
-        total = total * shrink + tl.load(part_stats + part * 2 + 1, mask=real, other=1.0) * grow
-        largest = above
+        acc += some * weight[:, None]
+        total += tl.load(part_stats + part * 2 + 1, mask=real, other=1.0) * weight
     tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=real[:, None])

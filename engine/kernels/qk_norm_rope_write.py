@@ -71,16 +71,16 @@ def _kernel(
     head = first + tl.arange(0, BLOCK)
     d = tl.arange(0, DIM)
     row = qkv + token * ((HEADS + 2 * KV_HEADS) * DIM)
-    x = tl.load(row + head[:, None] * DIM + d[None, :])
+    raw = tl.load(row + head[:, None] * DIM + d[None, :])
     slot = tl.load(write_slots + token)
 
     if first >= HEADS + KV_HEADS:
         v_head = head - (HEADS + KV_HEADS)
-        tl.store(values + (slot * KV_HEADS + v_head[:, None]) * DIM + d[None, :], x)
+        tl.store(values + (slot * KV_HEADS + v_head[:, None]) * DIM + d[None, :], raw)
     else:
         # The turn pairs d with its partner half a head away: loaded a second time, from the same cache lines.
         partner = (d + DIM // 2) % DIM
-        x = x.to(tl.float32)
+        x = raw.to(tl.float32)
         y = tl.load(row + head[:, None] * DIM + partner[None, :]).to(tl.float32)
         if NORM:
             weight = qk_norm + (first >= HEADS).to(tl.int32) * DIM

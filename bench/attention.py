@@ -1,0 +1,194 @@
+"""Decode attention alone on the GPU: every path over batch, context and skew, one layer call, in a CUDA graph.
+
+    python -m bench.attention [--quick] [--json FILE]
+
+Paths: `split` is FlashInfer's graph wrapper, planned for the real lengths; `one_chunk` its ordinary wrapper planned
+once without splitting; `eager` the ordinary wrapper outside a graph, its plan() not counted; `tiles` is ours. The
+pages are scattered, enough layers are cycled to defeat the L2, every output is poisoned and compared with `eager`.
+Times are microseconds of one layer, the median of replays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from flashinfer import BatchDecodeWithPagedKVCacheWrapper
+
+from engine.attention.split import cut
+from engine.kernels import paged_decode as ours
+
+HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 16
+BYTES_PER_TOKEN = 2 * KV_HEADS * DIM * 2
+COPY_BANDWIDTH = 4.2e12
+DEVICE = torch.device("cuda")
+
+
+@dataclass(frozen=True)
+class Batch:
+    lengths: np.ndarray
+    indptr: torch.Tensor
+    indices: torch.Tensor
+    last_page: torch.Tensor
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    q: list[torch.Tensor]
+
+
+def make(lengths: np.ndarray) -> Batch:
+    held = -(-lengths // PAGE)
+    blocks = int(held.sum()) + 1
+    layer_bytes = blocks * PAGE * BYTES_PER_TOKEN
+    layers = max(2, min(36, int(400e6 // layer_bytes) + 1))
+    pool = [torch.randn(2, blocks, PAGE, KV_HEADS, DIM, device=DEVICE, dtype=torch.bfloat16) for _ in range(layers)]
+    return Batch(
+        lengths=lengths,
+        indptr=torch.from_numpy(np.concatenate(([0], np.cumsum(held))).astype(np.int32)),
+        indices=(torch.randperm(blocks - 1, device=DEVICE) + 1).int(),
+        last_page=torch.from_numpy(((lengths - 1) % PAGE + 1).astype(np.int32)),
+        keys=[kv[0] for kv in pool],
+        values=[kv[1] for kv in pool],
+        q=[torch.randn(len(lengths), HEADS, DIM, device=DEVICE, dtype=torch.bfloat16) for _ in range(layers)],
+    )
+
+
+WORKSPACE = torch.zeros(384 * 2**20, dtype=torch.uint8, device=DEVICE)
+PLAN = {"num_qo_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": DIM, "page_size": PAGE}
+DTYPES = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
+Call = Callable[[int], torch.Tensor]
+
+
+def flashinfer_call(batch: Batch, wrapper: BatchDecodeWithPagedKVCacheWrapper) -> Call:
+    return lambda i: wrapper.run(batch.q[i], (batch.keys[i], batch.values[i]))
+
+
+def eager(batch: Batch) -> Call:
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, use_tensor_cores=True)
+    wrapper.plan(batch.indptr, batch.indices, batch.last_page, **PLAN, **DTYPES)
+    return flashinfer_call(batch, wrapper)
+
+
+def split(batch: Batch) -> Call:
+    rows = len(batch.lengths)
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(
+        WORKSPACE,
+        use_cuda_graph=True,
+        use_tensor_cores=True,
+        paged_kv_indptr_buffer=torch.zeros(rows + 1, dtype=torch.int32, device=DEVICE),
+        paged_kv_indices_buffer=torch.zeros(len(batch.indices), dtype=torch.int32, device=DEVICE),
+        paged_kv_last_page_len_buffer=torch.zeros(rows, dtype=torch.int32, device=DEVICE),
+    )
+    wrapper.plan(batch.indptr, batch.indices, batch.last_page, **PLAN, **DTYPES)
+    return flashinfer_call(batch, wrapper)
+
+
+def one_chunk(batch: Batch) -> Call:
+    rows = len(batch.lengths)
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, use_tensor_cores=True)
+    ones = torch.ones(rows, dtype=torch.int32)
+    indices = batch.indices.clone()
+    wrapper.plan(torch.arange(rows + 1, dtype=torch.int32), indices, ones, disable_split_kv=True, **PLAN, **DTYPES)
+    wrapper._paged_kv_indptr_buf.copy_(batch.indptr)
+    wrapper._paged_kv_last_page_len_buf.copy_(batch.last_page)
+    return flashinfer_call(batch, wrapper)
+
+
+def tiles(batch: Batch, spare: int = 32) -> Call:
+    rows = len(batch.lengths)
+    cutting = cut(batch.lengths, rows + spare)
+    on = [torch.from_numpy(a).to(DEVICE) for a in (cutting.rows, cutting.starts, cutting.stops, cutting.firsts)]
+    indptr = batch.indptr.to(DEVICE)
+    scratch = ours.DecodeScratch(rows + spare, rows, HEADS, KV_HEADS, DIM, DEVICE)
+    return lambda i: ours.paged_decode(batch.q[i], batch.keys[i], batch.values[i], *on, indptr, batch.indices, scratch)
+
+
+def replay_us(batch: Batch, call: Call) -> tuple[float, list[torch.Tensor]]:
+    """Microseconds a layer in a graph of all layers, and the outputs of the last replay."""
+    layers = range(len(batch.q))
+    for i in layers:
+        call(i)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = [call(i) for i in layers]
+    for out in outputs:
+        out.fill_(float("nan"))
+    times = []
+    for _ in range(12):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / len(outputs))
+    return float(np.median(times[2:])), outputs
+
+
+def eager_us(batch: Batch, call: Call) -> float:
+    times = []
+    for _ in range(12):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for i in range(len(batch.q)):
+            call(i)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / len(batch.q))
+    return float(np.median(times[2:]))
+
+
+def measure(lengths: np.ndarray, spares: list[int]) -> dict[str, float]:
+    batch = make(lengths)
+    call = eager(batch)
+    row = {"floor": float(lengths.sum()) * BYTES_PER_TOKEN / COPY_BANDWIDTH * 1e6, "eager": eager_us(batch, call)}
+    expected = call(0).flatten(1).double()
+    candidates: dict[str, Call] = {"split": split(batch), "one_chunk": one_chunk(batch)}
+    candidates |= {f"tiles+{spare}": tiles(batch, spare) for spare in spares}
+    for name, candidate in candidates.items():
+        row[name], outputs = replay_us(batch, candidate)
+        error = (outputs[0].flatten(1).double() - expected).norm() / expected.norm()
+        row[f"{name}_error"] = float(error)
+        assert error < 1e-2, f"{name} is wrong: {error}"
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a dozen points instead of the whole sweep")
+    parser.add_argument("--spares", type=int, nargs="+", default=[32], help="tiles beyond one a row to try")
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    args = parser.parse_args()
+    points = (
+        [(1, 512), (1, 2048), (1, 8192), (8, 320), (16, 320), (8, 2048), (64, 800), (64, 1024), (256, 800), (256, 2048)]
+        if args.quick
+        else [(batch, context) for batch in (1, 4, 16, 64, 256) for context in (512, 2048, 8192, 32768)]
+    )
+    rows = []
+    for batch, context in points:
+        for skew in (False, True):
+            if skew and (batch == 1 or (args.quick and batch < 64)):
+                continue
+            lengths = np.full(batch, context, np.int32)
+            if skew:
+                lengths[-1] *= 16
+            if int(lengths.sum()) * BYTES_PER_TOKEN > 45e9:
+                continue
+            row = {"batch": batch, "context": context, "skew": skew, **measure(lengths, args.spares)}
+            torch.cuda.empty_cache()
+            rows.append(row)
+            print(
+                f"{batch:4} x {context:5} {'skew' if skew else '    '} "
+                + " ".join(f"{k} {v:8.1f}" for k, v in row.items() if isinstance(v, float) and "error" not in k),
+                flush=True,
+            )
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

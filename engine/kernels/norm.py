@@ -1,0 +1,54 @@
+"""RMS norm, alone and with the residual added first, one launch each; one program a row.
+
+Twins: `TorchOps.rms_norm` and `TorchOps.add_rms_norm`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [T, hidden] over its root mean square, times weight."""
+    return _launch(x, None, weight, eps)
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Add x to `residual` [T, hidden] in place and return the norm of the (rounded) sum."""
+    return _launch(x, residual, weight, eps)
+
+
+def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    rows, hidden = x.shape
+    out = torch.empty_like(x)
+    block = triton.next_power_of_2(hidden)
+    _kernel[(rows,)](
+        x,
+        out if residual is None else residual,
+        weight,
+        out,
+        eps,
+        HIDDEN=hidden,
+        BLOCK=block,
+        ADD=residual is not None,
+        num_warps=max(1, min(8, block // 512)),
+    )
+    return out
+
+
+@triton.jit
+def _kernel(x, residual, weight, out, eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):
+    start = tl.program_id(0).to(tl.int64) * HIDDEN
+    column = tl.arange(0, BLOCK)
+    live = column < HIDDEN
+    gain = tl.load(weight + column, mask=live, other=0.0).to(tl.float32)
+    row = tl.load(x + start + column, mask=live, other=0.0).to(tl.float32)
+    if ADD:
+        row += tl.load(residual + start + column, mask=live, other=0.0).to(tl.float32)
+        rounded = row.to(residual.dtype.element_ty)
+        tl.store(residual + start + column, rounded, mask=live)
+        row = rounded.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(row * row) / HIDDEN + eps)
+    tl.store(out + start + column, (row * scale * gain).to(out.dtype.element_ty), mask=live)
