@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +41,7 @@ class WeightUpdates:
         self._engine = engine
         self._on_commit = on_commit
         self._update: Update | None = None
-        self._last: WeightsCommitted | None = None
+        self._last: tuple[WeightsCommitted, asyncio.Task[WeightsCommitted]] | None = None
         self.version = version
         self.digest = digest
         self.commits = 0
@@ -51,8 +51,10 @@ class WeightUpdates:
     def committing(self) -> bool:
         return self._update is not None and self._update.committing is not None
 
-    async def prepare(self, request: PrepareWeightsRequest, owner: str) -> WeightsPrepared:
-        """Raises WeightsInvalid, WeightsIncomplete, WeightsBusy, BadRequest (a version that goes back)."""
+    # What can be refused at once is refused by the call; what it returns waits for the rest.
+
+    def prepare(self, request: PrepareWeightsRequest, owner: str) -> Coroutine[Any, Any, WeightsPrepared]:
+        """Raises WeightsBusy, BadRequest (a version that goes back); then WeightsInvalid, WeightsIncomplete."""
         if self._update is None or not self._update.same(request):
             if request.version < self.version and not request.force:
                 raise BadRequest(
@@ -63,7 +65,11 @@ class WeightUpdates:
             task = asyncio.get_running_loop().create_task(self._prepare(request))
             task.add_done_callback(_look)
             self._update = Update(request, owner, task)
-        preparing = self._update.prepared
+        return self._until_prepared(request, self._update.prepared)
+
+    async def _until_prepared(
+        self, request: PrepareWeightsRequest, preparing: asyncio.Task[WeightsInfo]
+    ) -> WeightsPrepared:
         try:
             info = await asyncio.shield(preparing)
         except asyncio.CancelledError:
@@ -79,12 +85,12 @@ class WeightUpdates:
             load_s=info.seconds,
         )
 
-    async def commit(self, request: CommitWeightsRequest) -> WeightsCommitted:
-        """Raises WeightsBusy (another update, or the drain timed out with "fail"), WeightsInvalid, BadRequest."""
+    def commit(self, request: CommitWeightsRequest) -> Coroutine[Any, Any, WeightsCommitted]:
+        """Raises WeightsBusy, WeightsInvalid, BadRequest; then WeightsBusy if the drain times out with "fail"."""
         if request.mode in ("keep_kv", "recompute_kv"):
             raise lacking(request.mode, "mode")
         if (last := self._committed(request)) is not None:
-            return last
+            return self._until_committed(request, last)
         update = self._update
         if update is None or update.request.update_id != request.update_id:
             if self.committing:
@@ -100,7 +106,12 @@ class WeightUpdates:
         if update.committing is None:
             update.committing = asyncio.get_running_loop().create_task(self._commit(update, request))
             update.committing.add_done_callback(_look)
-        done = await asyncio.shield(update.committing)
+        return self._until_committed(request, update.committing)
+
+    async def _until_committed(
+        self, request: CommitWeightsRequest, committing: asyncio.Task[WeightsCommitted]
+    ) -> WeightsCommitted:
+        done = await asyncio.shield(committing)
         return done.model_copy(update={"id": request.id})
 
     def abort(self, request: AbortWeightsRequest) -> bool:
@@ -138,13 +149,16 @@ class WeightUpdates:
         update.prepared.cancel()
         self._engine.discard_weights(update.request.update_id)
 
-    def _committed(self, request: CommitWeightsRequest) -> WeightsCommitted | None:
-        last = self._last
-        if last is None or (last.update_id, last.version) != (request.update_id, request.version):
+    def _committed(self, request: CommitWeightsRequest) -> asyncio.Task[WeightsCommitted] | None:
+        """The last commit, if that is what is asked for once more."""
+        if self._last is None:
+            return None
+        last, task = self._last
+        if (last.update_id, last.version) != (request.update_id, request.version):
             return None
         if request.digest is not None and request.digest != last.digest:
             raise WeightsInvalid(f"update {request.update_id!r} was committed as {last.digest}", field="digest")
-        return last.model_copy(update={"id": request.id})
+        return task
 
     async def _prepare(self, request: PrepareWeightsRequest) -> WeightsInfo:
         try:
@@ -172,19 +186,20 @@ class WeightUpdates:
             self.failures += 1
             update.committing = None
             raise
-        self._update = None
-        self.version, self.digest = request.version, committed.info.digest
-        self.commits += 1
-        self._last = WeightsCommitted(
+        done = WeightsCommitted(
             id=request.id,
             update_id=request.update_id,
             version=request.version,
-            digest=self.digest,
+            digest=committed.info.digest,
             paused_s=committed.paused,
         )
+        assert update.committing is not None
+        self._update, self._last = None, (done, update.committing)
+        self.version, self.digest = done.version, done.digest
+        self.commits += 1
         log.info("weights %s serve after a pause of %.3f s: %s", self.version, committed.paused, self.digest)
         self._on_commit()
-        return self._last
+        return done
 
 
 def _look(task: asyncio.Task[Any]) -> None:
