@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from engine.config import BLOCK_SIZE, EngineConfig
+from engine.config import BLOCK_SIZE, MAX_TOP_LOGPROBS, EngineConfig
 from engine.errors import PromptTooLong, RequestError, RequestTooLarge
 from engine.request import LOGPROB_MODES, Request, SamplingParams, StopRule
 
@@ -42,8 +42,9 @@ def check_request(request: Request, config: EngineConfig, vocab_size: int, num_b
     modes = request.logprob_modes
     if not modes or len(set(modes)) < len(modes) or not set(modes) <= set(LOGPROB_MODES):
         raise RequestError(f"logprob_modes must be different ones of {LOGPROB_MODES}", field="logprob_modes")
-    if not 0 <= request.top_logprobs <= vocab_size:
-        raise RequestError(f"top_logprobs must lie in [0, {vocab_size}]", field="top_logprobs")
+    most = min(MAX_TOP_LOGPROBS, vocab_size)
+    if not 0 <= request.top_logprobs <= most:
+        raise RequestError(f"top_logprobs must lie in [0, {most}]", field="top_logprobs")
     _check_params(request.params, vocab_size)
     _check_stop(request.stop, vocab_size, has_bytes)
 

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 BLOCK_SIZE = 16
 """Tokens of one KV block. Prefix hits are whole blocks."""
 
+MAX_TOP_LOGPROBS = 64
+"""Alternatives that a request may ask for: bounds the result buffers."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.torch_paged import Attention
+from engine.config import MAX_TOP_LOGPROBS
 from engine.memory import KVPool, Memory
 from engine.model import Model, forward, head
 from engine.request import LOGPROB_MODES
@@ -25,9 +26,6 @@ RING = 3
 
 SCORE_ROWS = 512
 """Rows of the head at a time for prompt logprobs: bounds the logits held at once."""
-
-MAX_TOP_LOGPROBS = 64
-"""Alternatives that a row may ask for: bounds the result buffers."""
 
 
 @dataclass(frozen=True, slots=True)

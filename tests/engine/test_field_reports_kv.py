@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine.errors import RequestError
 from engine.memory import kv_bytes_per_block
 from engine.request import SamplingParams
 from tests.engine.real import MODES, Real, ask, prompt, same, whole
-from tests.engine.reference_law import reference
+from tests.engine.reference_law import log_softmax, reference
 from tests.rigs import RandModel, Reference, write_rand
 
 
@@ -246,4 +247,22 @@ def test_report_28_decoding_writes_no_weight(tmp_path: Path) -> None:
     engine.run(*(ask(f"r{i}", prompt(i, 10), 130, seed=i) for i in range(8)))
     assert engine.engine.stats().sampled_tokens_total == 8 * 130
     assert checksum() == before
+    engine.check_idle()
+
+
+# --- the results of a full step fit their buffers, whatever its rows ask for ---
+
+
+def test_alternatives_at_their_limit_in_every_row(random: Path) -> None:
+    engine = Real(random, max_running=4)
+    done = engine.run(*(ask(f"r{i}", [1, 2, 3], 2, seed=i, top_logprobs=64) for i in range(4)))
+    wanted = log_softmax(oracle(random).logits([1, 2, 3])[-1].astype(np.float64))
+    for completion in done:
+        assert whole(completion, 2).top_ids is not None
+        assert completion.top_ids.shape == (2, 64)
+        assert completion.top_ids[0].tolist() == np.argsort(-wanted, kind="stable")[:64].tolist()
+        np.testing.assert_allclose(completion.top_logprobs[0], np.sort(wanted)[::-1][:64], atol=1e-4)
+    with pytest.raises(RequestError) as refusal:
+        engine.engine.add(ask("more", [1, 2, 3], 2, top_logprobs=65))
+    assert refusal.value.field == "top_logprobs"
     engine.check_idle()
