@@ -14,8 +14,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-import numpy as np
-
 from engine.check import check_request
 from engine.config import EngineConfig
 from engine.errors import DuplicateRequest
@@ -25,6 +23,7 @@ from engine.results import live_results
 from engine.scheduler import OutOfBlocks, Scheduled, Scheduler
 from engine.sequence import PausableClock, Phase, PhaseTimes
 from engine.sequence import Sequence as Live
+from engine.slots import Int64Array
 from engine.step import EMPTY_SUPPORT, Runner, Ticket
 from engine.stop import StopChecks, StringMatcher
 
@@ -245,11 +244,11 @@ class Engine:
                 self._end(sequence, "length")
         self._end_complete(results.slots, results.positions, results.token_ids)
 
-    def _end_complete(self, slots: IntArray, positions: IntArray, token_ids: IntArray) -> None:
+    def _end_complete(self, slots: Int64Array, positions: Int64Array, token_ids: IntArray) -> None:
         """End the rows whose new token stops them or is the last of their budget."""
         table = self._scheduler.table
         stops = self._stops.check(slots, token_ids)
-        full = np.flatnonzero(positions == table.last_position.take(slots)).tolist()
+        full = (positions == table.last_position[slots]).nonzero()[0].tolist()
         over = [(table.owner(slots[i]), stops.get(i)) for i in sorted({*full, *stops})]
         for sequence, stop in over:
             if stop is not None:

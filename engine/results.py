@@ -9,7 +9,7 @@ import numpy as np
 from engine.request import BoolArray, FloatArray, IntArray
 from engine.scheduler import Scheduled
 from engine.sequence import Sequence
-from engine.slots import SlotTable
+from engine.slots import Int64Array, SlotTable
 from engine.step import NONFINITE, StepOutput
 
 
@@ -17,18 +17,18 @@ from engine.step import NONFINITE, StepOutput
 class Results:
     """A finished step.
 
-    slots, positions, token_ids: int32[n], logprobs: float32[3, n]: tokens sampled, and the positions they take.
-    computed_slots, computed: int32[m]: rows whose KV is good up to `computed` positions.
+    slots, positions: int64[n], token_ids: int32[n], logprobs: float32[3, n]: tokens sampled, and where they go.
+    computed_slots, computed: int64[m]: rows whose KV is good up to `computed` positions.
     failed: requests that end in an error, with their flags. prefilled: requests whose last chunk this was.
     num_live: rows of the step whose request is still there.
     """
 
-    slots: IntArray
-    positions: IntArray
+    slots: Int64Array
+    positions: Int64Array
     token_ids: IntArray
     logprobs: FloatArray
-    computed_slots: IntArray
-    computed: IntArray
+    computed_slots: Int64Array
+    computed: Int64Array
     num_live: int
     failed: tuple[tuple[Sequence, int], ...] = ()
     prefilled: tuple[Sequence, ...] = ()
@@ -39,31 +39,29 @@ def live_results(scheduled: Scheduled, output: StepOutput, table: SlotTable) -> 
 
     A row whose request has ended since the launch, in a slot that may have a new tenant, is told by its stint.
     """
-    plan = scheduled.plan
-    live = table.stint.take(plan.slots) == scheduled.stints
+    plan, slots, computed = scheduled.plan, scheduled.slots, scheduled.computed
+    live = table.stint[slots] == scheduled.stints
     if not scheduled.chunks and not table.with_top and live.all() and not output.flags.any():
-        slots, computed = plan.slots, scheduled.computed
         return Results(slots, computed, output.token_ids, output.logprobs, slots, computed, len(slots))
 
-    sampling = np.flatnonzero(plan.samples)
+    sampling = plan.samples.nonzero()[0]
     flags = np.zeros(len(live), np.uint8)
     flags[sampling] = output.flags
     flags[_take_scores(scheduled, output, live)] |= NONFINITE
     good = live & (flags == 0)
-    kept = np.flatnonzero(good.take(sampling))
-    rows = sampling.take(kept)
-    slots = plan.slots.take(rows)
+    kept = good[sampling].nonzero()[0]
+    rows = sampling[kept]
     if table.with_top:
-        _take_alternatives(output, kept.tolist(), slots.tolist(), table)
+        _take_alternatives(output, kept.tolist(), slots[rows].tolist(), table)
     return Results(
-        slots=slots,
-        positions=scheduled.computed.take(rows),
-        token_ids=output.token_ids.take(kept),
-        logprobs=output.logprobs.take(kept, axis=1),
-        computed_slots=plan.slots[good],
-        computed=scheduled.computed[good],
+        slots=slots[rows],
+        positions=computed[rows],
+        token_ids=output.token_ids[kept],
+        logprobs=output.logprobs[:, kept],
+        computed_slots=slots[good],
+        computed=computed[good],
         num_live=int(np.count_nonzero(live)),
-        failed=tuple((table.owner(plan.slots[i]), int(flags[i])) for i in np.flatnonzero(live & ~good).tolist()),
+        failed=tuple((table.owner(slots[i]), int(flags[i])) for i in (live & ~good).nonzero()[0].tolist()),
         prefilled=tuple(
             chunk.sequence
             for chunk, ok in zip(scheduled.chunks, good[plan.num_decode :], strict=True)

@@ -17,7 +17,7 @@ from engine.block_pool import BlockPool
 from engine.config import BLOCK_SIZE, EngineConfig
 from engine.request import IntArray
 from engine.sequence import Sequence
-from engine.slots import Int64Array, SlotTable, slots_of
+from engine.slots import Int64Array, SlotTable
 from engine.step import ScoreChunk, SlotStart, StepPlan
 
 
@@ -45,12 +45,14 @@ class Chunk:
 class Scheduled:
     """A plan with what is needed to read its results.
 
-    stints: int64[R], `SlotTable.stint` of each row. computed: int32[R], positions with KV after the step.
+    slots: int64[R], those of the plan. stints: int64[R], `SlotTable.stint` of each row. computed: int64[R],
+    positions with KV after the step.
     """
 
     plan: StepPlan
+    slots: Int64Array
     stints: Int64Array
-    computed: IntArray
+    computed: Int64Array
     admitted: tuple[Sequence, ...]
     chunks: tuple[Chunk, ...]
 
@@ -114,7 +116,7 @@ class Scheduler:
             raise OutOfBlocks
         if len(short):
             table.append_blocks(short, self.pool.allocate(len(short)))
-        decode = slots_of(decoding)
+        decode: Int64Array = decoding.nonzero()[0]
         budget = self._config.max_step_tokens - len(decode)
         chunks = []
         for sequence in self._prefilling:
@@ -140,12 +142,11 @@ class Scheduler:
         while self._deferred and self._deferred[0][0] <= step:
             self.pool.release(self._deferred.popleft()[1])
 
-    def publish(self, slots: IntArray, computed: IntArray) -> None:
+    def publish(self, slots: Int64Array, computed: Int64Array) -> None:
         """Offer the whole blocks of finished rows, `computed` positions of each, to the prefix cache."""
         if not self._config.prefix_cache:
             return
-        for slot, number, block, ids in self.table.take_unhashed(slots, computed):
-            sequence = self.table.owner(slot)
+        for sequence, number, block, ids in self.table.take_unhashed(slots, computed):
             if sequence.epoch == self.epoch:
                 self.pool.publish(block, sequence.block_key(number, ids))
 
@@ -207,18 +208,18 @@ class Scheduler:
         return Chunk(sequence, slot, start, size, start + size == len(sequence.ids))
 
     def _build(
-        self, step: int, decode: IntArray, admitted: tuple[Sequence, ...], chunks: tuple[Chunk, ...]
+        self, step: int, decode: Int64Array, admitted: tuple[Sequence, ...], chunks: tuple[Chunk, ...]
     ) -> Scheduled:
         table = self.table
         slots, token_ids = decode, np.empty(0, np.int32)
         query_lens = np.ones(len(decode) + len(chunks), np.int32)
         samples = np.ones(len(query_lens), np.bool_)
         if chunks:
-            slots = np.concatenate((decode, np.array([c.slot for c in chunks], np.int32)))
+            slots = np.concatenate((decode, [c.slot for c in chunks]))
             query_lens[len(decode) :] = [c.size for c in chunks]
             samples[len(decode) :] = [c.last and c.sequence.budget > 0 for c in chunks]
             token_ids = np.concatenate([c.sequence.ids[c.start : c.start + c.size] for c in chunks])
-        context_lens = table.computed.take(slots)
+        context_lens = table.computed[slots]
         computed = context_lens + query_lens
         block_indptr, block_ids = table.gather_blocks(slots, computed)
         table.computed[slots] = computed
@@ -226,9 +227,9 @@ class Scheduler:
         plan = StepPlan(
             step=step,
             starts=tuple(map(_slot_start, admitted)),
-            slots=slots,
+            slots=slots.astype(np.int32),
             num_decode=len(decode),
-            context_lens=context_lens,
+            context_lens=context_lens.astype(np.int32),
             query_lens=query_lens,
             token_ids=token_ids,
             block_indptr=block_indptr,
@@ -240,7 +241,7 @@ class Scheduler:
                 if chunk.sequence.to_score
             ),
         )
-        return Scheduled(plan, table.stint.take(slots), computed, admitted, chunks)
+        return Scheduled(plan, slots, table.stint[slots], computed, admitted, chunks)
 
     def _vacate(self, sequence: Sequence, trusted: bool) -> None:
         """Empty its slot; its blocks are free once the last step that has its row is done."""

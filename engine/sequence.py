@@ -66,7 +66,7 @@ class PhaseTimes:
 class Sequence:
     """A live request. While it holds a slot, its ids and logprobs are in the slot's rows (slots.py).
 
-    ids: int32[n], every id known when it last had no slot. logprobs: float32[sampled so far, 3], likewise.
+    ids: int32[n], every id known when it last had no slot. logprobs: float32[3, sampled so far], likewise.
     budget: sampled tokens at most; overflow: the budget was cut by the context limit, not by max_tokens.
     epoch, version: commit epoch and weight version at the last admission, hence those of the KV it holds.
     """
@@ -80,7 +80,7 @@ class Sequence:
         self.overflow = request.max_tokens > room
         self.slot: int | None = None
         self.ids: IntArray = request.token_ids
-        self.logprobs: FloatArray = np.empty((0, 3), np.float32)
+        self.logprobs: FloatArray = np.empty((3, 0), np.float32)
         self.top: list[tuple[IntArray, FloatArray]] = []
         self.scores: FloatArray | None = None
         self.num_scored = 0
@@ -179,7 +179,7 @@ class Sequence:
             request_id=request.id,
             finish_reason=reason,
             token_ids=self.ids[self.prompt_len :],
-            logprobs={mode: self.logprobs[:, i].copy() for mode, i in modes.items()},
+            logprobs={mode: self.logprobs[i].copy() for mode, i in modes.items()},
             weight_versions=tuple(self.version_runs),
             kv_version=self.version if self.kv_version is None else self.kv_version,
             cached_tokens=self.cached_tokens or 0,

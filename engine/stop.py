@@ -32,11 +32,11 @@ class StopIds:
         if first < last:
             self._keys = np.concatenate((self._keys[:first], self._keys[last:]))
 
-    def hits(self, slots: IntArray, token_ids: IntArray) -> BoolArray:
+    def hits(self, slots: npt.NDArray[np.int64], token_ids: IntArray) -> BoolArray:
         """bool[n]: is token_ids[i] a stop id of slots[i]?"""
         if not len(self._keys):
             return np.zeros(len(slots), np.bool_)
-        wanted = self._first_key.take(slots) + token_ids
+        wanted = self._first_key[slots] + token_ids
         at = self._keys.searchsorted(wanted)
         hits: BoolArray = self._keys.take(at, mode="clip") == wanted
         return hits
@@ -59,7 +59,7 @@ class StopChecks:
         self._ids.remove(slot)
         self._matchers.pop(slot, None)
 
-    def check(self, slots: IntArray, token_ids: IntArray) -> dict[int, int | bytes]:
+    def check(self, slots: npt.NDArray[np.int64], token_ids: IntArray) -> dict[int, int | bytes]:
         """Index of each new token that ends its request, with the id or the string that did. Looked at once each."""
         stops: dict[int, int | bytes] = {}
         if self._matchers:
@@ -68,7 +68,7 @@ class StopChecks:
                 match = None if matcher is None else matcher.push(token_id)
                 if match is not None:
                     stops[i] = match
-        for i in np.flatnonzero(self._ids.hits(slots, token_ids)).tolist():
+        for i in self._ids.hits(slots, token_ids).nonzero()[0].tolist():
             stops[i] = int(token_ids[i])
         return stops
 

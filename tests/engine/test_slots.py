@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from engine.config import BLOCK_SIZE, EngineConfig
 from engine.sequence import PhaseTimes, Sequence
-from engine.slots import SlotTable, slots_of
+from engine.slots import SlotTable
 from tests.engine.host import ask
 
 CONFIG = EngineConfig(max_running=4, max_step_tokens=64, max_context=128)
@@ -18,8 +18,8 @@ def sequence(name: str, prompt: int = 20, max_tokens: int = 10) -> Sequence:
     return Sequence(ask(name, prompt, max_tokens), 0, CONFIG.max_context, PhaseTimes(0.0, 0.0))
 
 
-def int32(*values: int) -> np.ndarray:
-    return np.array(values, np.int32)
+def array(*values: int) -> np.ndarray:
+    return np.array(values, np.int64)
 
 
 def test_the_lowest_free_slot_is_taken_and_stints_never_repeat() -> None:
@@ -42,18 +42,18 @@ def test_what_was_sampled_goes_out_and_comes_back() -> None:
     a, b = sequence("a"), sequence("b")
     table.enter(a, [1, 2], 0)
     for i in range(3):
-        table.record(int32(0), int32(20 + i), int32(100 + i), np.full((3, 1), -float(i), np.float32))
+        table.record(array(0), array(20 + i), array(100 + i), np.full((3, 1), -float(i), np.float32))
     table.leave(a)
     assert a.ids[20:].tolist() == [100, 101, 102]
-    np.testing.assert_array_equal(a.logprobs, np.repeat([[0.0], [-1.0], [-2.0]], 3, axis=1))
+    np.testing.assert_array_equal(a.logprobs, np.repeat([[0.0, -1.0, -2.0]], 3, axis=0))
     assert a.sampled_mask().tolist() == [False] * 20 + [True] * 3
     table.enter(b, [3, 4], 0)
     table.enter(a, [1, 2], 0)
     assert (table.known[1], table.prefill_len[1], table.prompt_len[1]) == (23, 23, 20)
-    table.record(int32(0, 1), int32(20, 23), int32(7, 103), np.array([[-9.0, -3.0]] * 3, np.float32))
+    table.record(array(0, 1), array(20, 23), array(7, 103), np.array([[-9.0, -3.0]] * 3, np.float32))
     table.leave(a)
     assert a.ids[20:].tolist() == [100, 101, 102, 103]
-    assert a.logprobs[:, 0].tolist() == [0.0, -1.0, -2.0, -3.0]
+    assert a.logprobs[0].tolist() == [0.0, -1.0, -2.0, -3.0]
 
 
 def test_an_empty_slot_is_never_a_row() -> None:
@@ -78,18 +78,17 @@ def test_rows_at_the_end_of_their_last_block_are_short_of_one() -> None:
     table.num_blocks[1] = 3
     rows = np.array([True, True, True, False])
     assert table.short_of_block(rows).tolist() == [0]
-    table.append_blocks(int32(0), [77])
+    table.append_blocks(array(0), [77])
     assert table.blocks[0, :3].tolist() == [97, 107, 77]
     assert table.short_of_block(rows).tolist() == []
-    assert slots_of(rows).dtype == np.int32
 
 
 @given(data=st.data(), count=st.integers(1, 4))
 def test_gathered_blocks_equal_a_plain_build(data: st.DataObject, count: int) -> None:
     table = SlotTable(CONFIG)
     table.blocks[:] = np.arange(table.blocks.size).reshape(table.blocks.shape)
-    slots = int32(*data.draw(st.permutations(range(4)))[:count])
-    lengths = int32(*(data.draw(st.integers(1, 128)) for _ in slots))
+    slots = array(*data.draw(st.permutations(range(4)))[:count])
+    lengths = array(*(data.draw(st.integers(1, 128)) for _ in slots))
     indptr, ids = table.gather_blocks(slots, lengths)
     plain = [table.blocks[s, : -(-n // BLOCK_SIZE)].tolist() for s, n in zip(slots, lengths.tolist(), strict=True)]
     assert ids.tolist() == [block for row in plain for block in row]
@@ -101,8 +100,8 @@ def test_more_blocks_than_ever_before_can_be_gathered() -> None:
     config = EngineConfig(max_running=64, max_step_tokens=64, max_context=1024)
     table = SlotTable(config)
     table.blocks[:] = np.arange(table.blocks.size).reshape(table.blocks.shape)
-    slots = np.arange(64, dtype=np.int32)
-    _, ids = table.gather_blocks(slots, np.full(64, 1024, np.int32))
+    slots = np.arange(64)
+    _, ids = table.gather_blocks(slots, np.full(64, 1024))
     np.testing.assert_array_equal(ids, np.arange(64 * 64))
 
 
@@ -112,11 +111,13 @@ def test_each_filled_block_is_taken_once_in_order(steps: list[list[int]]) -> Non
     names = "abc"
     for i, name in enumerate(names):
         table.enter(sequence(name, 128, 1), [100 * i + k for k in range(8)], 0)
-    computed = np.zeros(3, np.int32)
+    computed = np.zeros(3, np.int64)
     taken: list[tuple[int, int]] = []
     for step in steps:
-        computed = np.minimum(computed + int32(*step), 128)
-        for slot, number, block, ids in table.take_unhashed(int32(0, 1, 2), computed):
+        computed = np.minimum(computed + array(*step), 128)
+        for owner, number, block, ids in table.take_unhashed(array(0, 1, 2), computed):
+            slot = owner.slot
+            assert slot is not None
             assert block == 100 * slot + number
             ours = table.ids[slot, number * BLOCK_SIZE : (number + 1) * BLOCK_SIZE]
             assert ids == ours.tobytes()
