@@ -230,7 +230,8 @@ class Value(BaseModel):
         arbitrary_types_allowed=True,
         allow_inf_nan=False,
         hide_input_in_errors=True,
-        # A third of the time that importing takes; validators are built when first used (under pydantic's lock).
+        # Validators are built when first used, which halves what importing the messages takes. Threads may do so at
+        # once only since pydantic 2.14, which locks it.
         defer_build=True,
     )
 

@@ -30,3 +30,27 @@ def test_it_loads_quickly_and_without_heavy_company() -> None:
         return float(done.stdout)
 
     assert min(seconds() for _ in range(3)) < 0.5
+
+
+THREADS = """
+import sys, threading
+import numpy as np
+import protocols as p
+sys.setswitchinterval(1e-6)
+start, failures = threading.Barrier(8), []
+def use():
+    start.wait()
+    try:
+        group = p.Group(id="g", prompt=np.array([1], np.int32), trajectory_ids=["t"])
+        p.decode_request(p.encode(p.SubmitBatch(id="1", batch_id="b", groups=[group])), p.Limits())
+    except Exception as error:
+        failures.append(repr(error))
+threads = [threading.Thread(target=use) for _ in range(8)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+assert not failures, failures
+"""
+
+
+def test_models_may_be_used_first_by_several_threads_at_once() -> None:
+    subprocess.run([sys.executable, "-c", THREADS], cwd=ROOT, check=True)
