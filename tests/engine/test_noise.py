@@ -95,6 +95,35 @@ def test_the_bits_are_these() -> None:
     assert [hex(b & 0xFFFFFFFF) for b in bits(gumbel(key, 6))[0].tolist()] == GOLDEN_GUMBELS
 
 
+def test_the_documented_recipe_gives_the_same_bits_in_numpy() -> None:
+    """docs/sampling.md, operation by operation."""
+    one, two, half, scale = (np.float32(value) for value in (1, 2, 0.5, 2.0**-32))
+    c0, c1, c2 = (np.float32(c) for c in (0.6666668653488159, 0.3998875021934509, 0.29580992460250854))
+    ln2 = np.float32(0.6931471805599453)
+
+    def split(c: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        b = c.view(np.int32)
+        k = (b - 0x3F3504F3) >> 23
+        return k, (b - (k << 23)).view(np.float32) - one
+
+    def log(k: np.ndarray, f: np.ndarray) -> np.ndarray:
+        s = f / (f + two)
+        q = s * s
+        p = ((q * c2 + c1) * q + c0) * q
+        return (p + two) * s + k.astype(np.float32) * ln2
+
+    rng = np.random.default_rng(4)
+    x = np.concatenate((np.arange(200), 2**32 - 1 - np.arange(200), rng.integers(0, 2**32, 20_000)))
+    nu = -((x.astype(np.float32) + half) * scale)
+    k, f = split((((1 << 32) - 1 - x).astype(np.float32) + half) * scale)
+    e = -log(k, np.where(k == 0, nu, f))
+    assert e.dtype == np.float32
+    np.testing.assert_array_equal(exponential(torch.from_numpy(x)).numpy().view(np.int32), e.view(np.int32))
+    keys = torch.from_numpy(rng.integers(0, 2**32, (3, 5)))
+    wanted = -log(*split(exponential(words(keys, 5000)).numpy()))
+    np.testing.assert_array_equal(gumbel(keys, 5000).numpy().view(np.int32), wanted.view(np.int32))
+
+
 def test_exponentials_are_exact_to_float32_at_both_ends() -> None:
     edge = 1 << 16
     word = torch.cat(

@@ -1,155 +1,28 @@
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
-import scipy.stats
 import torch
 
-from engine import law, noise
+from engine import law
 from engine.request import SamplingParams
-from engine.sampler import Sampled, Sampler
+from engine.sampler import Sampler
 from engine.step import EMPTY_SUPPORT, NONFINITE, SlotStart
 from tests.engine.reference_law import reference
-
-CPU = torch.device("cpu")
-VOCAB = 48
-PROMPT = np.array([3, 3, 5, 0, 3, 5, 40], np.int32)
-SAMPLED = np.array([False, True, False, False, True, True, True])
-MODES = ("processed", "temperature", "raw")
-
-LAWS = {
-    "plain": SamplingParams(),
-    "cold": SamplingParams(temperature=0.6),
-    "hot": SamplingParams(temperature=1.7),
-    "top_k": SamplingParams(top_k=7),
-    "top_p": SamplingParams(top_p=0.8),
-    "min_p": SamplingParams(min_p=0.1),
-    "repetition": SamplingParams(repetition_penalty=1.4),
-    "presence": SamplingParams(presence_penalty=0.8),
-    "frequency": SamplingParams(frequency_penalty=0.3),
-    "bias": SamplingParams(logit_bias={3: 1.5, 40: -2.0}),
-    "allowed": SamplingParams(allowed_ids=(1, 3, 5, 8, 13)),
-    "allowed and biased": SamplingParams(allowed_ids=(1, 3, 5, 8, 13), logit_bias={3: -1.0, 4: 9.0}),
-    "filters": SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.02),
-    "all": SamplingParams(
-        temperature=1.2,
-        top_k=25,
-        top_p=0.95,
-        min_p=0.01,
-        repetition_penalty=1.2,
-        presence_penalty=0.3,
-        frequency_penalty=0.2,
-        allowed_ids=(3, 5, *range(0, VOCAB, 2)),
-        logit_bias={3: 1.0},
-    ),
-}
-GREEDY = {
-    "greedy": SamplingParams(temperature=0.0),
-    "greedy penalised": SamplingParams(temperature=0.0, frequency_penalty=2.0, repetition_penalty=1.5, top_k=3),
-}
-EVERY = LAWS | GREEDY
-
-
-def logits_of(rows: int, vocab: int = VOCAB, seed: int = 11) -> torch.Tensor:
-    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 1.5
-
-
-def sampler_of(laws: list[SamplingParams], vocab: int = VOCAB, *, top: int = 0, modes: Any = MODES) -> Sampler:
-    sampler = Sampler(vocab, len(laws), CPU)
-    for slot, params in enumerate(laws):
-        sampler.start(SlotStart(slot, params, PROMPT, SAMPLED, modes, top))
-    return sampler
-
-
-def step(sampler: Sampler, logits: torch.Tensor, slots: list[int], position: int = len(PROMPT)) -> Sampled:
-    return sampler.sample(logits, np.array(slots, np.int32), np.full(len(slots), position, np.int32))
-
-
-def expected(params: SamplingParams, logits: torch.Tensor) -> Any:
-    return reference(logits.numpy(), params, PROMPT.tolist(), SAMPLED.tolist())
-
-
-# --- the frequencies are the law's ---
-
-
-@pytest.mark.parametrize("name", LAWS)
-def test_draws_follow_the_law(name: str) -> None:
-    draws = 20_000
-    params, logits = LAWS[name], logits_of(1)
-    # One slot in many rows: all see its counts before this step, each has its own position.
-    sampler = sampler_of([replace(params, seed=1000)])
-    slots, positions = np.zeros(draws, np.int32), np.arange(draws, dtype=np.int32)
-    tokens = sampler.sample(logits.expand(draws, -1), slots, positions).token_ids
-    observed = np.bincount(tokens.numpy(), minlength=VOCAB)
-    probabilities = np.exp(expected(params, logits[0]).processed)
-    assert observed[probabilities == 0].sum() == 0
-    rare = probabilities * draws < 5
-    bins = np.append(observed[~rare], observed[rare].sum()), np.append(probabilities[~rare], probabilities[rare].sum())
-    keep = bins[1] > 0
-    assert scipy.stats.chisquare(bins[0][keep], bins[1][keep] * draws).pvalue > 1e-3
-
-
-@pytest.mark.parametrize("varied", ["seed", "seed_high", "sample_index", "segment"])
-def test_draws_follow_the_law_whatever_part_of_the_key_varies(varied: str) -> None:
-    slots, logits = 4000, logits_of(1)
-    key = {"seed_high": lambda i: {"seed": i << 32}}.get(varied, lambda i: {varied: i})
-    sampler = sampler_of([replace(LAWS["plain"], **key(i)) for i in range(slots)])
-    tokens = step(sampler, logits.expand(slots, -1), list(range(slots))).token_ids
-    observed = np.bincount(tokens.numpy(), minlength=VOCAB)
-    probabilities = np.exp(expected(LAWS["plain"], logits[0]).processed)
-    assert scipy.stats.chisquare(observed, probabilities / probabilities.sum() * slots).pvalue > 1e-3
-
-
-def peaked(vocab: int, tail: float) -> torch.Tensor:
-    """One id, 7, has all but `tail`, the others share that evenly."""
-    logits = torch.full((1, vocab), float(np.log(tail / (vocab - 1))))
-    logits[0, 7] = float(np.log(1 - tail))
-    return logits
-
-
-def test_the_tail_of_a_peaked_row_is_as_frequent_as_it_should_be() -> None:
-    draws, rows, vocab, tail = 1_000_000, 20_000, 16, 0.01
-    sampler, slots = sampler_of([SamplingParams(seed=3)], vocab), np.zeros(rows, np.int32)
-    observed = np.zeros(vocab, np.int64)
-    for first in range(0, draws, rows):
-        positions = np.arange(first, first + rows, dtype=np.int32)
-        tokens = sampler.sample(peaked(vocab, tail).expand(rows, -1), slots, positions).token_ids
-        observed += np.bincount(tokens.numpy(), minlength=vocab)
-    assert scipy.stats.binomtest(draws - int(observed[7]), draws, tail).pvalue > 1e-3
-    assert scipy.stats.chisquare(np.delete(observed, 7)).pvalue > 1e-3
-
-
-NEAR_ONE = [(454, 48_947), (1239, 71_466), (1292, 150_212)]
-"""(position, id) under seed 0 and V = 151,936 whose word is above 2^32 - 128, so that float32 rounds u to 1."""
-
-
-@pytest.mark.parametrize(("position", "token"), NEAR_ONE)
-def test_a_word_next_to_2_to_the_32_picks_no_tail_id(position: int, token: int) -> None:
-    """With -log(u) such an id would have an exponential of 0 and win against anything."""
-    vocab = 151_936
-    assert int(noise.words(torch.tensor([[0, 0, 0, 0, position]]), vocab)[0, token]) >= 2**32 - 128
-    logits = torch.zeros(1, vocab)
-    logits[0, 5] = 24.0  # p = 1 - 6e-6
-    assert step(sampler_of([SamplingParams()], vocab), logits, [0], position).token_ids.tolist() == [5]
-
-
-@pytest.mark.stress
-@pytest.mark.timeout(900)
-def test_the_tail_of_a_peaked_row_over_the_real_vocabulary() -> None:
-    draws, rows, vocab, tail = 20_000, 4, 151_936, 0.01
-    sampler, slots = sampler_of([SamplingParams(seed=3)], vocab), np.zeros(rows, np.int32)
-    logits = peaked(vocab, tail).expand(rows, -1)
-    parts = [
-        sampler.sample(logits, slots, np.arange(first, first + rows, dtype=np.int32)).token_ids
-        for first in range(0, draws, rows)
-    ]
-    tokens = torch.cat(parts).numpy()
-    others = tokens[tokens != 7]
-    assert scipy.stats.binomtest(len(others), draws, tail).pvalue > 1e-3
-    # They are spread evenly over the vocabulary.
-    assert scipy.stats.kstest(others / vocab, "uniform").pvalue > 1e-3
-
+from tests.engine.sampling import (
+    CPU,
+    EVERY,
+    GREEDY,
+    LAWS,
+    MODES,
+    PROMPT,
+    SAMPLED,
+    VOCAB,
+    expected,
+    logits_of,
+    sampler_of,
+    step,
+)
 
 # --- rows are their own ---
 
