@@ -44,6 +44,9 @@ from rollout.client.limits import check_groups
 from rollout.client.waiting import Mailbox, Steps
 
 Mode = Literal["drain", "abort", "keep_kv", "recompute_kv"]
+ATTEMPTS = 3
+"""Of an update whose worker restarts in the middle: more often it is the update that it dies of."""
+
 R = TypeVar("R", bound=ReplyMessage)
 
 
@@ -180,11 +183,11 @@ def update_weights(
 ) -> Steps[WeightUpdate]:
     """Prepare, then commit. A worker that restarted in between has forgotten the prepared bytes: then both again."""
     update_id = f"update-{secrets.token_hex(6)}"
-    while True:
+    for attempt in range(1, ATTEMPTS + 1):
+        boot_id = core.boot_id
         prepared = yield from prepare_weights(
             core, path, version, update_id=update_id, checksums=checksums, force=force, timeout=timeout
         )
-        boot_id = core.boot_id
         try:
             committed = yield from commit_weights(
                 core,
@@ -196,7 +199,7 @@ def update_weights(
                 timeout=timeout,
             )
         except RolloutError:
-            if core.boot_id != boot_id:
+            if core.boot_id != boot_id and attempt < ATTEMPTS:
                 continue
             core.forget_update(update_id)
             raise
@@ -208,6 +211,7 @@ def update_weights(
             load_s=prepared.load_s,
             paused_s=committed.paused_s,
         )
+    raise AssertionError("the last attempt returns or raises")
 
 
 def abort_weights(core: Core, prepared: WeightsPrepared | str, timeout: float | None) -> Steps[None]:

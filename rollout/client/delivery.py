@@ -18,6 +18,9 @@ log = logging.getLogger(__name__)
 STRIKES = 3
 """A connection is made anew after an event that cannot be read, for the worker sends it again; so many times."""
 
+MANY = 4096
+"""Ids in one message, far below any worker's limits."""
+
 
 class Delivery:
     """ack: what a `Trajectory` calls, on any thread. send: to the connection, if there is one."""
@@ -89,10 +92,10 @@ class Delivery:
 
     def flush(self, send: Callable[[RequestMessage], None], received_bytes: int, *, report: bool) -> None:
         """Send what is to be acknowledged and cancelled; the count of received bytes also alone if `report`."""
-        if self._to_acknowledge or (report and received_bytes > self._reported_bytes):
-            send(Ack(id=self._new_id(), trajectory_ids=tuple(self._to_acknowledge), received_bytes=received_bytes))
-            self._to_acknowledge.clear()
+        while self._to_acknowledge or (report and received_bytes > self._reported_bytes):
+            names, self._to_acknowledge = self._to_acknowledge[:MANY], self._to_acknowledge[MANY:]
+            send(Ack(id=self._new_id(), trajectory_ids=tuple(names), received_bytes=received_bytes))
             self._reported_bytes = received_bytes
-        if self._to_cancel:
-            send(Cancel(id=self._new_id(), trajectory_ids=tuple(self._to_cancel)))
-            self._to_cancel.clear()
+        while self._to_cancel:
+            names, self._to_cancel = self._to_cancel[:MANY], self._to_cancel[MANY:]
+            send(Cancel(id=self._new_id(), trajectory_ids=tuple(names)))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeAlias
 
-from protocols.errors import Duplicate
+from protocols.errors import Duplicate, RolloutError
 from protocols.fields import Group
 from protocols.replies import TurnDone
 from protocols.requests import Cancel, SubmitBatch
@@ -42,7 +42,11 @@ class Open:
 
 @dataclass(slots=True, eq=False)
 class Kept:
-    """One submitted batch. request_id: of the submit that its events name; retired: of those before a restart."""
+    """One submitted batch.
+
+    request_id: of the submit that its events name; retired: of those before a restart. unreadable: it was told that
+    its events cannot be read. refusal: what the worker said when it was to start again.
+    """
 
     message: SubmitBatch
     mailbox: Mailbox[Item]
@@ -52,6 +56,7 @@ class Kept:
     accepted: bool = False
     given_up: bool = False
     unreadable: bool = False
+    refusal: RolloutError | None = None
     cancelled: set[str] = field(default_factory=set)
     trajectories: dict[str, Open] = field(default_factory=dict)
 
@@ -92,7 +97,16 @@ class Ledger:
         """The worker never had it."""
         for name in kept.trajectories:
             del self._owner[name]
-        del self.batches[kept.message.batch_id]
+        self.batches.pop(kept.message.batch_id, None)
+
+    def tell(self, error: RolloutError) -> None:
+        """Whoever waits for a batch gets this error."""
+        for kept in self.batches.values():
+            kept.mailbox.set_error(error)
+
+    def untell(self, error: RolloutError) -> None:
+        for kept in self.batches.values():
+            kept.mailbox.clear_error(error)
 
     def owner(self, trajectory_id: str) -> Kept | None:
         return self._owner.get(trajectory_id)

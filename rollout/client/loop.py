@@ -9,7 +9,6 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
 from protocols.codec import encode
@@ -18,11 +17,10 @@ from protocols.replies import ErrorReply, Ok, Reply, WeightsCommitted, Welcome, 
 from protocols.requests import AbortWeightsRequest, Cancel, PrepareWeightsRequest, RequestMessage, SubmitBatch
 from rollout.client.connection import FOREVER, Connection
 from rollout.client.delivery import Delivery
-from rollout.client.ledger import Item, Kept, Ledger
+from rollout.client.ledger import Item, Ledger
 from rollout.client.link import Link
 from rollout.client.pending import Pending, PendingTable
-from rollout.client.procedures import Procedures
-from rollout.client.restore import Weights, resubmit
+from rollout.client.recovery import Recovery
 from rollout.client.waiting import Mailbox, fail, settle
 
 log = logging.getLogger(__name__)
@@ -43,21 +41,19 @@ class Loop:
         ack: Callable[[str], None],
         published: Callable[[Welcome], None],
     ) -> None:
-        self.new_id = new_id
+        self._new_id = new_id
         self._link = link
         self._reconnect_timeout = reconnect_timeout
         self._published = published
         self._connection = Connection(link, self, name=name, session=session, timeout=timeout, new_id=new_id)
         self._ledger = Ledger()
         self._delivery = Delivery(self._ledger, ack=ack, new_id=new_id)
-        self._weights = Weights()
+        self._recovery = Recovery(self._ledger, ask=self._ask, new_id=new_id, timeout=timeout)
         self._pending = PendingTable()
-        self._procedures = Procedures()
         self._greeted: list[tuple[Future[Welcome], float, float]] = []
         self._welcome: Welcome | None = None
         self._ready = False
         self._fatal: RolloutError | None = None  # no worker will ever answer
-        self._blocked: RolloutError | None = None  # the worker has lost the weights and cannot read them again
         self._notice: RolloutError | None = None  # nobody answers at present
         self._closing = False
         self._cancel_at_close = True
@@ -82,7 +78,7 @@ class Loop:
         for future, _, _ in self._greeted:
             fail(future, error)
         self._greeted.clear()
-        self._tell_batches(error)
+        self._ledger.tell(error)
 
     def _next_deadline(self) -> float:
         greeted = min((deadline for _, deadline, _ in self._greeted), default=FOREVER)
@@ -90,7 +86,7 @@ class Loop:
             greeted,
             self._connection.next_deadline(),
             self._pending.next_deadline(),
-            self._procedures.next_deadline(),
+            self._recovery.procedures.next_deadline(),
         )
 
     def _tick(self, now: float) -> None:
@@ -99,11 +95,11 @@ class Loop:
         for future, _, timeout in [entry for entry in self._greeted if entry[1] <= now]:
             fail(future, self._connection.no_worker(timeout))
         self._greeted = [entry for entry in self._greeted if entry[1] > now]
-        self._procedures.wake(now)
+        self._recovery.procedures.wake(now)
         away = now - self._connection.down_since
         if not self._connection.up and self._fatal is None and self._notice is None and away >= self._reconnect_timeout:
             self._notice = self._connection.no_worker(away)
-            self._tell_batches(self._notice)
+            self._ledger.tell(self._notice)
 
     # What other threads ask for
 
@@ -112,13 +108,13 @@ class Loop:
             fail(pending.future, self._fatal)
             return
         if isinstance(pending.message, PrepareWeightsRequest):
-            self._weights.asked(pending.message)
+            self._recovery.preparing(pending.message)
         self._pending.add(pending)
         if self._ready:
             self._send_pending(pending)
 
     def submit(self, message: SubmitBatch, pending: Pending, mailbox: Mailbox[Item], auto_ack: bool) -> None:
-        error = self._fatal or self._blocked
+        error = self._fatal or self._recovery.blocked
         if error is not None:
             fail(pending.future, error)
             return
@@ -146,27 +142,15 @@ class Loop:
         self._delivery.give_up(batch_id, mailbox)
 
     def forget_update(self, update_id: str) -> None:
-        self._weights.forget(update_id)
+        self._recovery.forget(update_id)
         if self._ready:
-            self._connection.send(AbortWeightsRequest(id=self.new_id(), update_id=update_id))
+            self._connection.send(AbortWeightsRequest(id=self._new_id(), update_id=update_id))
 
     def close(self, cancel: bool) -> None:
         self._closing = True
         self._cancel_at_close = cancel
         if cancel and self._ledger.open_count:
             log.warning("closed with %d trajectories open, which are cancelled", self._ledger.open_count)
-
-    # What a procedure of this thread waits for
-
-    def ask(self, message: RequestMessage) -> Future[Any]:
-        future: Future[Any] = Future()
-        pending = Pending(message, encode(message), future, FOREVER, FOREVER, internal=True)
-        self._pending.add(pending)
-        self._send_pending(pending)
-        return future
-
-    def sleep(self, seconds: float) -> Future[None]:
-        return self._procedures.sleep(seconds)
 
     # What the connection reports
 
@@ -183,31 +167,27 @@ class Loop:
             settle(future, welcome)
         self._greeted.clear()
         if self._notice is not None:
-            self._clear_batches(self._notice)
+            self._ledger.untell(self._notice)
             self._notice = None
-        if self._weights.missing_from(welcome):
-            log.warning("the worker at %s serves older weights; restoring them", self._link.address)
-            self._procedures.start(self._weights.restore(self), self._weights_restored)
-        else:
-            self._weights_restored(None)
+        self._recovery.welcomed(welcome, restarted=restarted, ready=self._go_on)
 
-    def _weights_restored(self, error: RolloutError | None) -> None:
-        """With an error, what is open waits for the next `update_weights`, and its batches say why."""
-        self._block(error)
+    def _go_on(self) -> None:
+        """The worker serves the right weights, or cannot: then nothing may be submitted to it."""
         self._ready = True
-        if error is None:
+        blocked = self._recovery.blocked
+        if blocked is None:
             self._resubmit()
         for pending in self._pending:
-            if pending.kept is not None and error is not None:
+            if pending.kept is not None and blocked is not None:
                 self._pending.take(pending.message.id)
                 self._ledger.forget(pending.kept)
-                fail(pending.future, error)
+                fail(pending.future, blocked)
             elif not pending.internal:
                 self._send_pending(pending)
 
     def lost(self) -> None:
         self._ready = False
-        self._procedures.stop_all()
+        self._recovery.procedures.stop_all()
         self._pending.connection_lost()
 
     def refused(self, error: RolloutError) -> None:
@@ -250,11 +230,8 @@ class Loop:
                 self.give_up(pending.kept.message.batch_id, pending.kept.mailbox)
         if isinstance(pending.message, Cancel):
             self._ledger.cancelled(pending.message)
-        if isinstance(message, WeightsCommitted):
-            self._weights.committed(message)
-            if self._blocked is not None:
-                self._block(None)
-                self._resubmit()
+        if isinstance(message, WeightsCommitted) and self._recovery.committed(message):
+            self._resubmit()
         settle(pending.future, message)
 
     def _error_reply(self, pending: Pending, message: ErrorReply) -> None:
@@ -268,30 +245,15 @@ class Loop:
     # Parts of these
 
     def _resubmit(self) -> None:
-        by_caller = [pending.kept for pending in self._pending]
-        for kept in list(self._ledger.batches.values()):
-            if not kept.accepted and kept not in by_caller:
-                self._procedures.start(resubmit(self, self._ledger, kept), partial(self._resubmitted, kept))
+        self._recovery.resubmit({pending.kept for pending in self._pending if pending.kept is not None})
 
-    def _resubmitted(self, kept: Kept, error: RolloutError | None) -> None:
-        if error is not None:
-            log.error("batch %s was refused after a restart of the worker: %s", kept.message.batch_id, error)
-            kept.mailbox.set_error(error)
-
-    def _block(self, error: RolloutError | None) -> None:
-        if error is not None:
-            self._tell_batches(error)
-        elif self._blocked is not None:
-            self._clear_batches(self._blocked)
-        self._blocked = error
-
-    def _tell_batches(self, error: RolloutError) -> None:
-        for kept in self._ledger.batches.values():
-            kept.mailbox.set_error(error)
-
-    def _clear_batches(self, error: RolloutError) -> None:
-        for kept in self._ledger.batches.values():
-            kept.mailbox.clear_error(error)
+    def _ask(self, message: RequestMessage, timeout: float) -> Future[Any]:
+        """For what this thread itself waits for."""
+        future: Future[Any] = Future()
+        pending = Pending(message, encode(message), future, time.monotonic() + timeout, timeout, internal=True)
+        self._pending.add(pending)
+        self._send_pending(pending)
+        return future
 
     def _expire(self, pending: Pending) -> None:
         if pending.kept is not None and pending.sent_before:

@@ -24,6 +24,7 @@ from protocols.fields import (
     Truncation,
     Turn,
 )
+from rollout.client.errors import ClientClosed
 
 
 class Trajectory:
@@ -34,7 +35,8 @@ class Trajectory:
     Arrays are read-only views of the received bytes: copy them before writing, or to keep a few tokens of a big
     result alive for long.
 
-    `ack()` tells the worker that this result is safe here; by default the iterator that yielded it does so.
+    `ack()` tells the worker that this result is safe here; by default the iterator that yielded it does so. A copy
+    can be pickled to other processes, but only the original acknowledges.
     """
 
     __slots__ = ("_ack", "record")
@@ -42,6 +44,9 @@ class Trajectory:
     def __init__(self, record: Record, ack: Callable[[str], None]) -> None:
         self.record = record
         self._ack = ack
+
+    def __reduce__(self) -> tuple[type[Trajectory], tuple[Record, Callable[[str], None]]]:
+        return Trajectory, (self.record, _acknowledge_elsewhere)
 
     def ack(self) -> None:
         """Let the worker forget this result. Repeating it does nothing."""
@@ -195,3 +200,7 @@ class Trajectory:
             f"Trajectory({self.trajectory_id!r}, {self.status}, {self.finish_reason}, {len(self.token_ids)} tokens,"
             f" {len(self.turns)} turn(s), reward={self.reward})"
         )
+
+
+def _acknowledge_elsewhere(trajectory_id: str) -> None:
+    raise ClientClosed(f"{trajectory_id} is a copy: acknowledge the original, in the process that received it")

@@ -18,6 +18,7 @@ import pytest
 
 from protocols import BadRequest, ConnectionLost, PrefixMismatch, ShuttingDown, TurnDone, WeightsInvalid
 from rollout.client import AsyncRolloutClient, RolloutClient, Trajectory, sampling, turn
+from rollout.service import Timeouts
 from tests.rollout.timed_engine import TimedEngine, reply_ids, reply_logprobs
 from tests.rollout.workers import LIMITS, ROOT, WorkerProcess, WorkerThread, eventually, worker
 
@@ -238,7 +239,8 @@ def test_a_killed_client_leaves_nothing_running() -> None:
         print("submitted", flush=True)
         time.sleep(600)
     """
-    with worker(TimedEngine(seconds_per_token=1.0)) as served, connected(served) as other:
+    timeouts = Timeouts(client=1.0, drain=1.0, ack=1.0)
+    with worker(TimedEngine(seconds_per_token=1.0), timeouts=timeouts) as served, connected(served) as other:
         process = subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(code), served.address], cwd=ROOT, stdout=subprocess.PIPE
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 
@@ -16,7 +18,7 @@ from protocols import (
     Segment,
     Turn,
 )
-from rollout.client import Trajectory
+from rollout.client import ClientClosed, Trajectory
 
 SOURCES = [SOURCE_PROMPT] * 2 + [SOURCE_SAMPLED] * 3 + [SOURCE_GLUE] + [SOURCE_OBSERVATION] * 2 + [SOURCE_SAMPLED] * 2
 
@@ -110,3 +112,12 @@ def test_it_is_a_view() -> None:
     assert np.shares_memory(t.response_ids, t.record.segments[0].token_ids)
     with pytest.raises(AttributeError):
         t.reward = 1.0  # type: ignore[misc]
+
+
+def test_a_pickled_copy_reads_the_same_but_does_not_acknowledge() -> None:
+    t = view(segment(SOURCES, [[4, 5]], TURNS))
+    copy = pickle.loads(pickle.dumps(t))
+    assert copy.record == t.record
+    assert copy.response_ids.tolist() == t.response_ids.tolist()
+    with pytest.raises(ClientClosed, match="original"):
+        copy.ack()
