@@ -1,0 +1,171 @@
+"""What is measured, as data: groups of trajectories, each a list of turns with forced lengths.
+
+Prompts and observations are random ids from a fixed seed; a run never sees the ids of another, so that no prefix
+cache carries anything from one run to the next. A trajectory's later turns exist only in its `Job`: a driver hands
+each of them over when the turn before it has ended.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+Ids = npt.NDArray[np.int32]
+SESSIONS = Path(__file__).with_name("code_localization.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """appended: ids that come before it (the prompt, later an observation); sampled: its forced length."""
+
+    appended: int
+    sampled: int
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """groups: the turns of each group's trajectories, alike for its `samples`.
+
+    short: a second, smaller number of sampled tokens; the time per token is the difference of the two. 0 where there
+    is none (several turns). decode_only: tokens/s are those of decode, the prompts' time is taken out.
+    """
+
+    name: str
+    groups: tuple[tuple[Turn, ...], ...]
+    samples: int = 1
+    temperature: float = 0.0
+    prefix_cache: bool = False
+    short: int = 0
+    decode_only: bool = False
+
+    @property
+    def concurrency(self) -> int:
+        return len(self.groups) * self.samples
+
+    @property
+    def sampled_tokens(self) -> int:
+        return self.samples * sum(turn.sampled for turns in self.groups for turn in turns)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest trajectory."""
+        return max(map(_length, self.groups))
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens of all trajectories at their ends, no prefix counted as shared."""
+        return self.samples * sum(map(_length, self.groups))
+
+    @property
+    def mean_context(self) -> float:
+        """Tokens of KV that all rows of a decode step read together, mean over the steps between the two lengths."""
+        return self.samples * sum(turn.appended + (self.short + turn.sampled) / 2 for (turn,) in self.groups)
+
+    def cut(self, sampled: int) -> Workload:
+        """The same with `sampled` tokens a turn."""
+        return replace(self, groups=tuple(tuple(Turn(t.appended, sampled) for t in turns) for turns in self.groups))
+
+    def shrunk(self, by: int) -> Workload:
+        """A small one of the same form: lengths, groups (or rows) divided by `by`, at least two of each."""
+        if by == 1:
+            return self
+        groups = tuple(
+            tuple(Turn(max(2, t.appended // by), max(2, t.sampled // by)) for t in turns)
+            for turns in self.groups[-max(2, len(self.groups) // by) :]
+        )
+        short = max(1, self.short // by) if self.short else 0
+        return replace(self, name=f"{self.name}_div{by}", groups=groups, short=short)
+
+
+def _length(turns: tuple[Turn, ...]) -> int:
+    return sum(turn.appended + turn.sampled for turn in turns)
+
+
+def _flat(name: str, prompt: int, sampled: int, rows: int, short: int, temperature: float = 0.0) -> Workload:
+    return Workload(name, rows * ((Turn(prompt, sampled),),), temperature=temperature, short=short)
+
+
+def _tail() -> Workload:
+    """63 rows at a context of 1,024 and one at 16,384, each the mean over the steps that are timed."""
+    short, sampled = 32, 128
+    before = (short + sampled) // 2
+    lengths = [1024] * 63 + [16384]
+    groups = tuple((Turn(length - before, sampled),) for length in lengths)
+    return Workload("tail", groups, short=short, decode_only=True)
+
+
+def _grpo() -> Workload:
+    turns = (Turn(1024, 256), Turn(128, 256), Turn(128, 256))
+    return Workload("grpo", 64 * (turns,), samples=8, temperature=1.0, prefix_cache=True)
+
+
+def _code_localization() -> Workload:
+    sessions = json.loads(SESSIONS.read_text())["sessions"]
+    return Workload(
+        "code_localization",
+        tuple(tuple(_turns(session)) for session in sessions),
+        samples=8,
+        temperature=1.0,
+        prefix_cache=True,
+    )
+
+
+def _turns(session: list[tuple[int, int]]) -> Iterator[Turn]:
+    """The file gives each turn's whole prompt; what it appends is the rest over the sequence so far."""
+    length = 0
+    for prompt, sampled in session:
+        yield Turn(prompt - length, sampled)
+        length = prompt + sampled
+
+
+@cache
+def workloads() -> dict[str, Workload]:
+    """By name. F_t1 and G_t1 are F and G at temperature 1 (F' and G')."""
+    found = [
+        _flat("A", 512, 128, 1, 16),
+        _flat("B", 256, 128, 8, 16),
+        _flat("C", 256, 128, 16, 16),
+        _flat("D", 2048, 128, 1, 16),
+        _flat("E", 8192, 64, 1, 8),
+        _flat("F", 512, 512, 64, 64),
+        _flat("G", 512, 512, 256, 64),
+        _flat("F_t1", 512, 512, 64, 64, temperature=1.0),
+        _flat("G_t1", 512, 512, 256, 64, temperature=1.0),
+        _tail(),
+        _grpo(),
+        _code_localization(),
+    ]
+    return {workload.name: workload for workload in found}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One trajectory with its ids. appended: int32[n] for each turn, the prompt first (shared by a group)."""
+
+    id: str
+    group: int
+    sample: int
+    turns: tuple[Turn, ...]
+    appended: tuple[Ids, ...]
+
+
+def jobs(workload: Workload, vocab_size: int, seed: int) -> list[Job]:
+    """The trajectories of one run, in the order in which they are submitted."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for group, turns in enumerate(workload.groups):
+        prompt = _draw(rng, vocab_size, turns[0].appended)
+        for sample in range(workload.samples):
+            observations = tuple(_draw(rng, vocab_size, turn.appended) for turn in turns[1:])
+            found.append(Job(f"{group}.{sample}", group, sample, turns, (prompt, *observations)))
+    return found
+
+
+def _draw(rng: np.random.Generator, vocab_size: int, count: int) -> Ids:
+    return rng.integers(0, vocab_size, count, np.int32)
