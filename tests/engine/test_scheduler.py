@@ -250,7 +250,7 @@ def test_every_schedule_gives_each_request_what_it_gets_alone(
 
 
 @pytest.mark.stress
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_ten_thousand_steps_overlap_on_against_off(seed: int) -> None:
     """Random arrivals, aborts, stops and preemptions over a pool that is too small."""
     rng = np.random.default_rng(seed)
@@ -268,7 +268,7 @@ def test_ten_thousand_steps_overlap_on_against_off(seed: int) -> None:
             stop=StopRule(ids=frozenset(range(0, 512, 23))),
             params=SamplingParams(seed=i),
         )
-        for i in range(1500)
+        for i in range(4000)
     ]
     for host in hosts:
         rng = np.random.default_rng(seed + 100)
@@ -277,11 +277,11 @@ def test_ten_thousand_steps_overlap_on_against_off(seed: int) -> None:
             if queue and (host.engine.stats().waiting < 3 or not host.engine.has_work):
                 host.add(queue.pop(0))
             if rng.random() < 0.01:
-                host.engine.abort(str(int(rng.integers(0, 1500))), "abort_client")
+                host.engine.abort(str(int(rng.integers(0, 4000))), "abort_client")
             host.step()
         host.check_empty()
         tokens.append({k: c.token_ids.tolist() for k, c in host.ended.items() if c.finish_reason != "abort_client"})
-    assert min(len(host.runner.plans) for host in hosts) > 5000
+    assert min(len(host.runner.plans) for host in hosts) > 10_000
     common = tokens[0].keys() & tokens[1].keys()
-    assert len(common) > 1300
+    assert len(common) > 3600
     assert all(tokens[0][k] == tokens[1][k] for k in common)
