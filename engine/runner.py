@@ -51,7 +51,7 @@ class StepDevice:
     def __init__(self, model: Model, kv: KVPool, attention: Attention, sampler: Sampler, max_rows: int) -> None:
         self.model = model
         self.kv = kv
-        self._attention = attention
+        self.attention = attention
         self._sampler = sampler
         self._last_token = torch.zeros(max_rows, dtype=torch.int64, device=model.embedding.device)
 
@@ -62,7 +62,7 @@ class StepDevice:
             self._sampler.start(start)
         decoding = self._last_token.index_select(0, step.slots[: step.num_decode])
         ids = torch.cat((decoding, step.token_ids)) if step.chunks else decoding
-        x, residual = forward(self.model, ids, step.positions, step.write_slots, self._attention.plan(step), self.kv)
+        x, residual = forward(self.model, ids, step.positions, step.write_slots, self.attention.plan(step), self.kv)
         scores = tuple(self._score(score, x, residual) for score in step.scores)
         if not step.num_samples:
             return StepResult(None, scores)
