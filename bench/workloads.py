@@ -71,6 +71,9 @@ class Workload:
         """The same with `sampled` tokens a turn."""
         return replace(self, groups=tuple(tuple(Turn(t.appended, sampled) for t in turns) for turns in self.groups))
 
+    def first_turns(self) -> Workload:
+        return replace(self, groups=tuple(turns[:1] for turns in self.groups))
+
     def shrunk(self, by: int) -> Workload:
         """A small one of the same form: lengths, groups (or rows) divided by `by`, at least two of each."""
         if by == 1:

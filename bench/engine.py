@@ -1,0 +1,145 @@
+"""Workloads on the bare engine: no worker, no wire, the loop of this file and nothing else.
+
+    python -m bench.engine --weights DIR --workload A B [--device cuda] [--runs 3] [--json-dir DIR]
+
+Everything is submitted at once; a trajectory's next turn is added when its last one has ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.measure import COPY_BANDWIDTH, Reads, Run, chosen, measure, parser, record, save, table
+from bench.report_fields import device_name
+from bench.workloads import Job, Workload, jobs
+from engine.build import DTYPES, load_engine
+from engine.config import BLOCK_SIZE, EngineConfig
+from engine.engine import Engine
+from engine.memory import kv_bytes_per_block
+from engine.model_config import ModelConfig, read_model_config
+from engine.request import Completion, Request, SamplingParams
+
+RESERVE = 12 * 10**9
+"""Bytes of a GPU left for the engine's workspaces, graphs and temporaries, beside weights and KV."""
+
+
+class Trajectory:
+    """A job under way: `ids` grows by what was sampled and by the next turn's ids."""
+
+    def __init__(self, workload: Workload, job: Job, order: int, seed: int) -> None:
+        self._job = job
+        self._order = order
+        self._group = f"{seed}.{job.group}" if workload.samples > 1 else ""
+        self._params = SamplingParams(temperature=workload.temperature, seed=seed, sample_index=job.sample)
+        self._turn = 0
+        self._ids = job.appended[0]
+        self.lengths_ok = True
+
+    def request(self) -> Request:
+        """The turn that is next."""
+        return Request(
+            id=self._job.id,
+            token_ids=self._ids,
+            max_tokens=self._job.turns[self._turn].sampled,
+            params=self._params,
+            order=self._order,
+            group="" if self._turn else self._group,
+        )
+
+    def end_turn(self, completion: Completion) -> bool:
+        """Take a turn's result. Is there another turn?"""
+        count = self._job.turns[self._turn].sampled
+        logprobs = completion.logprobs["processed"]
+        whole = completion.finish_reason == "length" and len(completion.token_ids) == len(logprobs) == count
+        self.lengths_ok &= whole and bool(np.isfinite(logprobs).all())
+        self._turn += 1
+        if self._turn == len(self._job.turns) or not whole:
+            return False
+        self._ids = np.concatenate((self._ids, completion.token_ids, self._job.appended[self._turn]))
+        return True
+
+
+def run(engine: Engine, vocab_size: int, workload: Workload, seed: int) -> Run:
+    trajectories = {
+        job.id: Trajectory(workload, job, order, seed) for order, job in enumerate(jobs(workload, vocab_size, seed))
+    }
+    before = asdict(engine.stats())
+    gc.collect()
+    start = time.perf_counter()
+    for trajectory in trajectories.values():
+        engine.add(trajectory.request())
+    while engine.has_work:
+        for completion in engine.step():
+            trajectory = trajectories[completion.request_id]
+            if trajectory.end_turn(completion):
+                engine.add(trajectory.request())
+    wall = time.perf_counter() - start
+    after = asdict(engine.stats())
+    counters = {
+        name: after[name] - before[name] for name in after if name.endswith("_total") and name != "blocks_total"
+    }
+    return Run(wall, all(trajectory.lengths_ok for trajectory in trajectories.values()), counters)
+
+
+def kv_bytes(asked_gb: float | None, works: list[Workload], model: ModelConfig, dtype: str, device: str) -> int:
+    """As asked for; else what the largest workload needs, and at most what the device has left."""
+    if asked_gb is not None:
+        return int(asked_gb * 1e9)
+    itemsize = DTYPES[dtype].itemsize
+    block = kv_bytes_per_block(model, itemsize)
+    # A request may hold one block that is not full, and one more while a step is in flight.
+    need = block * (1 + max(work.kv_tokens // BLOCK_SIZE + 2 * work.concurrency for work in works))
+    if not device.startswith("cuda"):
+        return need
+    free, _ = torch.cuda.mem_get_info()
+    return min(need, free - Reads.of(model, itemsize).weights - RESERVE)
+
+
+def serve(works: list[Workload], args: argparse.Namespace, model: ModelConfig) -> list[dict[str, Any]]:
+    """Load one engine for these workloads and measure them; each result is written as soon as it is there."""
+    config = EngineConfig(
+        max_running=args.max_running or max(work.concurrency for work in works),
+        max_step_tokens=max(args.max_step_tokens, args.max_running or 0),
+        max_context=max(work.longest for work in works) + BLOCK_SIZE,
+        prefix_cache=works[0].prefix_cache,
+    )
+    pool = kv_bytes(args.kv_gb, works, model, args.dtype, args.device)
+    start = time.perf_counter()
+    loaded = load_engine(args.weights, config, dtype=args.dtype, device=args.device, kv_bytes=pool)
+    settings = asdict(config) | {"kv_bytes": pool, "load_s": round(time.perf_counter() - start, 2)}
+    print(f"loaded in {settings['load_s']} s: {config}, KV {pool / 1e9:.1f} GB", flush=True)
+    reads = Reads.of(model, DTYPES[args.dtype].itemsize)
+    bandwidth = COPY_BANDWIDTH.get(device_name(args.device))
+    results = []
+    for work in works:
+        result = record("rollout-worker", "bare", work, model, args.device, args.dtype, settings)
+        result |= measure(work, partial(run, loaded.engine, model.vocab_size), args.runs, reads, bandwidth)
+        save(result, args.json_dir)
+        results.append(result)
+    return results
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parser(__doc__).parse_args(argv)
+    model = read_model_config(args.weights)
+    results = []
+    for prefix_cache in (False, True):
+        if works := [work for work in chosen(args) if work.prefix_cache == prefix_cache]:
+            results += serve(works, args, model)
+            gc.collect()  # an engine is a ring of references: its pool must be free before the next one's
+            if args.device.startswith("cuda"):
+                torch.cuda.empty_cache()
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()
