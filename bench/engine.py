@@ -35,13 +35,14 @@ RESERVE = 12 * 10**9
 class Trajectory:
     """A job under way: `ids` grows by what was sampled and by the next turn's ids."""
 
-    def __init__(self, workload: Workload, job: Job, order: int, seed: int) -> None:
+    def __init__(self, workload: Workload, job: Job, order: int, vocab_size: int) -> None:
         self._job = job
         self._order = order
-        self._group = f"{seed}.{job.group}" if workload.samples > 1 else ""
-        self._params = SamplingParams(temperature=workload.temperature, seed=seed, sample_index=job.sample)
+        self._group = str(job.seed) if workload.samples > 1 else ""
+        self._params = SamplingParams(temperature=workload.temperature, seed=job.seed, sample_index=job.sample)
+        self._appended = [job.appended(turn, vocab_size) for turn in range(len(job.turns))]
         self._turn = 0
-        self._ids = job.appended[0]
+        self._ids = self._appended[0]
         self.lengths_ok = True
 
     def request(self) -> Request:
@@ -64,13 +65,13 @@ class Trajectory:
         self._turn += 1
         if self._turn == len(self._job.turns) or not whole:
             return False
-        self._ids = np.concatenate((self._ids, completion.token_ids, self._job.appended[self._turn]))
+        self._ids = np.concatenate((self._ids, completion.token_ids, self._appended[self._turn]))
         return True
 
 
 def run(engine: Engine, vocab_size: int, workload: Workload, seed: int) -> Run:
     trajectories = {
-        job.id: Trajectory(workload, job, order, seed) for order, job in enumerate(jobs(workload, vocab_size, seed))
+        job.id: Trajectory(workload, job, order, vocab_size) for order, job in enumerate(jobs(workload, seed))
     }
     before = asdict(engine.stats())
     gc.collect()

@@ -1,8 +1,8 @@
 """What is measured, as data: groups of trajectories, each a list of turns with forced lengths.
 
-Prompts and observations are random ids from a fixed seed; a run never sees the ids of another, so that no prefix
-cache carries anything from one run to the next. A trajectory's later turns exist only in its `Job`: a driver hands
-each of them over when the turn before it has ended.
+Prompts and observations are random ids from fixed seeds; a run never sees the ids of another, so that no prefix cache
+carries anything from one run to the next. A trajectory's later turns exist only in its `Job`: a driver hands each of
+them over when the turn before it has ended.
 """
 
 from __future__ import annotations
@@ -149,26 +149,27 @@ def workloads() -> dict[str, Workload]:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One trajectory with its ids. appended: int32[n] for each turn, the prompt first (shared by a group)."""
+    """One trajectory of one run. seed: of its group's noise and of all its ids; sample: its place in the group."""
 
-    id: str
     group: int
     sample: int
     turns: tuple[Turn, ...]
-    appended: tuple[Ids, ...]
+    seed: int
+
+    @property
+    def id(self) -> str:
+        return f"{self.group}.{self.sample}"
+
+    def appended(self, turn: int, vocab_size: int) -> Ids:
+        """int32[n], what comes before a turn: for the first one the prompt, which is the group's."""
+        key = (self.seed, turn, self.sample if turn else 0)
+        return np.random.default_rng(key).integers(0, vocab_size, self.turns[turn].appended, np.int32)
 
 
-def jobs(workload: Workload, vocab_size: int, seed: int) -> list[Job]:
+def jobs(workload: Workload, seed: int) -> list[Job]:
     """The trajectories of one run, in the order in which they are submitted."""
-    rng = np.random.default_rng(seed)
-    found = []
-    for group, turns in enumerate(workload.groups):
-        prompt = _draw(rng, vocab_size, turns[0].appended)
-        for sample in range(workload.samples):
-            observations = tuple(_draw(rng, vocab_size, turn.appended) for turn in turns[1:])
-            found.append(Job(f"{group}.{sample}", group, sample, turns, (prompt, *observations)))
-    return found
-
-
-def _draw(rng: np.random.Generator, vocab_size: int, count: int) -> Ids:
-    return rng.integers(0, vocab_size, count, np.int32)
+    return [
+        Job(group, sample, turns, 4096 * seed + group)
+        for group, turns in enumerate(workload.groups)
+        for sample in range(workload.samples)
+    ]
