@@ -33,6 +33,7 @@ class Delivery:
         self._to_cancel: list[str] = []
         self._reported_bytes = 0
         self._strikes = 0
+        self._filled: set[Mailbox[Item]] = set()
 
     def event(self, message: Reply) -> None:
         if isinstance(message, TrajectoryDone):
@@ -40,7 +41,7 @@ class Delivery:
         elif isinstance(message, TurnDone) and self._ledger.is_news(message):
             kept = self._ledger.owner(message.trajectory_id)
             assert kept is not None
-            kept.mailbox.put(message, ends_trajectory=False)
+            self._put(kept.mailbox, message, ends_trajectory=False)
 
     def _record(self, record: Record) -> None:
         name = record.trajectory_id
@@ -52,7 +53,17 @@ class Delivery:
             return
         assert kept is not None
         self._strikes = 0
-        kept.mailbox.put(Trajectory(record, self._ack), ends_trajectory=True)
+        self._put(kept.mailbox, Trajectory(record, self._ack), ends_trajectory=True)
+
+    def _put(self, mailbox: Mailbox[Item], item: Item, *, ends_trajectory: bool) -> None:
+        mailbox.put(item, ends_trajectory=ends_trajectory)
+        self._filled.add(mailbox)
+
+    def wake(self) -> None:
+        """Let whoever waits see what has been put since the last time."""
+        for mailbox in self._filled:
+            mailbox.wake()
+        self._filled.clear()
 
     def unreadable(self, error: BadRequest) -> bool:
         """An event that could not be read. False: a new connection is to bring it again. The third time in a row

@@ -64,6 +64,7 @@ class Loop:
             self._link.wait(self._next_deadline() - time.monotonic())
             obey()
             self._connection.advance()
+            self._delivery.wake()
             self._tick(time.monotonic())
             self._flush(report=False)
         if self._cancel_at_close:
@@ -207,6 +208,7 @@ class Loop:
     def counted(self, window_bytes: int) -> None:
         if self._delivery.due(self._connection.received_bytes, window_bytes // 2):
             self._flush(report=True)
+            self._delivery.wake()
 
     def unreadable(self, error: BadRequest) -> bool:
         pending = self._pending.take(error.request_id)

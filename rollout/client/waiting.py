@@ -97,14 +97,14 @@ class Mailbox(Generic[T]):
         self._lock = threading.Lock()
 
     def put(self, item: T, *, ends_trajectory: bool) -> None:
+        """`wake` must follow: after several, so that threads hand the interpreter over once and not for each."""
         with self._lock:
             self._items.append(item)
             self.left -= ends_trajectory
-        self._wake()
 
     def set_error(self, error: RolloutError) -> None:
         self._error = error
-        self._wake()
+        self.wake()
 
     def clear_error(self, error: RolloutError) -> None:
         """Go on waiting, if it was this error."""
@@ -132,7 +132,7 @@ class Mailbox(Generic[T]):
                 self._waiters.append(waiter)
             yield waiter
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
         with self._lock:
             waiters, self._waiters = self._waiters, []
         for waiter in waiters:

@@ -127,6 +127,8 @@ class FakeWorker:
         curve: tuple[bytes, bytes] | None = None,
         mangle: Callable[[ReplyMessage, list[Any]], list[Any]] | None = None,
         refusals: dict[type[Any], RolloutError] | None = None,
+        silent: Sequence[type[Any]] = (),
+        answers: dict[type[Any], Callable[[Any], ReplyMessage | None]] | None = None,
     ) -> None:
         self.boot_id = boot_id
         self.hold = hold
@@ -135,8 +137,8 @@ class FakeWorker:
         self.weight_digest = weight_digest
         self.resumes = resumes
         self.mangle = mangle
-        self.answers: dict[type[Any], Callable[[Any], ReplyMessage | None]] = {}
-        for kind, error in (refusals or {}).items():
+        self.answers = dict(answers or {})
+        for kind, error in [*(refusals or {}).items(), *((kind, None) for kind in silent)]:
             self.refuse(kind, error)
         self.cancels = True
         self.requests: list[Request] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -13,6 +14,7 @@ from protocols import (
     Cancel,
     CommitWeightsRequest,
     Continue,
+    EngineDead,
     Hello,
     NotReady,
     Ok,
@@ -26,6 +28,7 @@ from protocols import (
     TrajectoryDone,
     TurnDone,
     WeightsBusy,
+    WeightsIncomplete,
     WeightsInvalid,
 )
 from rollout.client import RolloutClient, Trajectory
@@ -230,6 +233,58 @@ def test_restoring_weights_waits_for_a_worker_that_is_busy(start: Start, connect
     assert worker.kinds() == ["hello", "prepare_weights", "prepare_weights", "commit_weights", "submit"]
 
 
+def test_restoring_begins_again_when_the_connection_breaks(start: Start, connect: Connect) -> None:
+    worker = start(hold=True)
+    client = connect(worker)
+    client.update_weights("/w/1", 1)
+    batch = client.submit(client.group([1]))
+    worker = restart(worker, start, silent=[CommitWeightsRequest])
+    worker.wait_for(lambda: worker.of(CommitWeightsRequest))
+    worker.answers.clear()
+    worker.cut()
+    assert len(batch.results()) == 1
+    once = ["hello", "prepare_weights", "commit_weights"]
+    assert worker.kinds() == [*once, *once, "submit"]
+
+
+def test_weights_that_another_client_set_back_are_left_alone(start: Start, connect: Connect) -> None:
+    worker = start(hold=True)
+    client = connect(worker)
+    client.update_weights("/w/1", 1)
+    batch = client.submit(client.group([1]))
+    worker.do(lambda: setattr(worker, "weight_version", 0))
+    worker.cut()
+    worker.wait_for(lambda: worker.kinds().count("hello") == 2)
+    worker.finish()
+    assert len(batch.results()) == 1
+    assert worker.kinds().count("prepare_weights") == 1
+
+
+def test_an_update_that_kills_every_worker_is_given_up(start: Start, connect: Connect, later: Later) -> None:
+    def forgets_then_dies() -> Callable[[CommitWeightsRequest], None]:
+        commits = itertools.count()
+
+        def answer(_: CommitWeightsRequest) -> None:
+            if next(commits) == 0:
+                raise WeightsIncomplete("not prepared")
+
+        return answer
+
+    worker = start(silent=[CommitWeightsRequest])
+    client = connect(worker)
+    update = later(client.update_weights, "/w/1", 1)
+    worker.wait_for(lambda: worker.of(CommitWeightsRequest))
+    for boot in (2, 3):
+        worker.stop()
+        worker = start(worker.address, boot_id=f"boot-{boot}", answers={CommitWeightsRequest: forgets_then_dies()})
+        worker.wait_for(lambda: len(worker.of(CommitWeightsRequest)) == 2)  # noqa: B023
+    worker.stop()
+    worker = start(worker.address, boot_id="boot-4")
+    with pytest.raises(WeightsIncomplete):
+        update.result(10)
+    assert not worker.of(PrepareWeightsRequest)
+
+
 def test_an_update_cut_by_a_restart_is_prepared_again(start: Start, connect: Connect, later: Later) -> None:
     worker = start()
     client = connect(worker)
@@ -274,6 +329,29 @@ def test_open_work_that_is_refused_after_a_restart_raises(start: Start, connect:
         refused.results()
     del worker.answers[SubmitBatch]
     assert len(client.submit(client.group([1])).results()) == 1
+
+
+def test_work_refused_after_one_restart_may_be_accepted_after_the_next(start: Start, connect: Connect) -> None:
+    worker = start(hold=True)
+    client = connect(worker)
+    batch = client.submit(client.group([1]))
+    worker = restart(worker, start, refusals={SubmitBatch: EngineDead("out of memory")})
+    with pytest.raises(EngineDead):
+        batch.results()
+    worker.stop()
+    start(worker.address, boot_id="boot-3")
+    client.ping()
+    assert len(batch.results(timeout=10)) == 1
+
+
+def test_a_submit_after_a_restart_that_gets_no_answer_is_repeated(start: Start, connect: Connect) -> None:
+    worker = start(hold=True)
+    client = connect(worker, timeout=0.5)
+    batch = client.submit(client.group([1]))
+    worker = restart(worker, start, silent=[SubmitBatch])
+    worker.wait_for(lambda: worker.of(SubmitBatch))
+    worker.answers.clear()
+    assert len(batch.results(timeout=10)) == 1
 
 
 def test_remote_trajectories_start_again_and_old_answers_are_harmless(start: Start, connect: Connect) -> None:

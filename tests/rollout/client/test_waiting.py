@@ -77,6 +77,7 @@ def test_a_mailbox_ends_after_the_last_trajectory() -> None:
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(lambda: [run(mailbox.take()), run(mailbox.take())])
         mailbox.put("b", ends_trajectory=True)
+        mailbox.wake()
         assert waiting.result(10) == ["b", END]
 
 
