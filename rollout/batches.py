@@ -32,7 +32,7 @@ class Batches:
     """launch: makes the rollout of a trajectory; its second argument gets the turns that wait for an answer.
 
     untouched: the record of a trajectory that ends before it began. version: what serves now. idle: nothing runs
-    or waits. acknowledged: no result is kept for anybody.
+    or waits. results: ended and not acknowledged.
     """
 
     def __init__(
@@ -57,9 +57,7 @@ class Batches:
         self._admitting: asyncio.Handle | None = None
         self._ending: asyncio.Handle | None = None
         self.idle = asyncio.Event()
-        self.acknowledged = asyncio.Event()
         self.idle.set()
-        self.acknowledged.set()
         self.ended: Counter[Status] = Counter()
         self.results = 0
         self.results_dropped = 0
@@ -258,7 +256,6 @@ class Batches:
             self._forget(member)
         else:
             self.results += 1
-            self.acknowledged.clear()
             session.post(member.done(record))
             if group.count.open == 0:
                 session.post(group.done())
@@ -274,8 +271,6 @@ class Batches:
         self.admission.keep(member, 0)
         if not member.forgotten:
             self.results -= 1
-            if self.results == 0:
-                self.acknowledged.set()
         session.trajectories.pop(member.id, None)
         for count in (group.count, batch.count):
             count.owed -= 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -54,5 +55,9 @@ def is_local(address: str) -> bool:
     parts = urlsplit(address)
     if parts.scheme in ("ipc", "inproc"):
         return True
-    host = parts.hostname or ""
-    return host in ("localhost", "::1") or host.startswith("127.")
+    if parts.hostname == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(parts.hostname or "").is_loopback
+    except ValueError:
+        return False

@@ -176,9 +176,14 @@ class Handlers:
                 else:
                     self._service.reply(connection.peer, reply)
 
+        def end(task: asyncio.Task[None]) -> None:
+            del connection.calls[task]
+            # Cancelled before its first step, it has not even begun to await the call.
+            call.close()
+
         task = asyncio.get_running_loop().create_task(answer())
         connection.calls[task] = request.id
-        task.add_done_callback(connection.calls.pop)
+        task.add_done_callback(end)
 
 
 def as_error_reply(request_id: str, error: Exception) -> ErrorReply:

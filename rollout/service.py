@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 
 PING_S = 0.5
 """How often each client's connection is looked at."""
+POLL_S = 0.02
+"""How often the end looks whether all results were taken over."""
 LINGER_S = 0.3
 """How long frames already handed to libzmq may take to leave at the very end."""
 
@@ -151,7 +153,7 @@ class Service:
         self.batches.end_running("abort_shutdown")
         await _within(self.batches.idle.wait(), timeouts.ack / 2)
         # Delivery may use what is left of the drain: a result that is not taken over has to be made again elsewhere.
-        await _within(self.batches.acknowledged.wait(), end - self.now)
+        await _within(self._delivered(), end - self.now)
         if left := self.batches.results:
             log.warning("%d results were not acknowledged before the end", left)
         for connection in self.sessions.connections:
@@ -160,6 +162,16 @@ class Service:
                 self.refuse(connection.peer, request_id, ShuttingDown("the worker shut down before this was done"))
         if not await self.engine.close(timeouts.ack / 4):
             log.warning("the engine did not stop in time")
+
+    async def _delivered(self) -> None:
+        """Until every client that is still connected has what it is owed."""
+        # Acks, sends and broken connections all count: looking is simpler than being told by each of them.
+        while any(  # noqa: ASYNC110
+            session.trajectories or session.connection.sender.depth
+            for session in self.sessions.all
+            if session.connection is not None
+        ):
+            await asyncio.sleep(POLL_S)
 
     def _launch(self, spec: TrajectorySpec, on_turn: Callable[[TurnDone], None]) -> Rollout:
         return Rollout(

@@ -17,9 +17,19 @@ EVENTS = {"turn_done", "trajectory_done", "group_done", "batch_done", "weights_p
 
 
 class RawClient:
-    """auto_count: report received bytes after each event, as a client that wants large results has to."""
+    """auto_count: report received bytes after each event, as a client that wants large results has to.
 
-    def __init__(self, address: str, *, identity: bytes | None = None, auto_count: bool = True) -> None:
+    curve: the worker's public key, our public and our secret one.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        identity: bytes | None = None,
+        auto_count: bool = True,
+        curve: tuple[bytes, bytes, bytes | None] | None = None,
+    ) -> None:
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -27,6 +37,8 @@ class RawClient:
         self.socket.setsockopt(zmq.SNDHWM, 0)
         if identity is not None:
             self.socket.setsockopt(zmq.IDENTITY, identity)
+        if curve is not None:
+            self.socket.curve_serverkey, self.socket.curve_publickey, self.socket.curve_secretkey = curve
         self.socket.connect(address)
         self.auto_count = auto_count
         self.received_bytes = 0

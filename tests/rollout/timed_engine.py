@@ -46,12 +46,14 @@ class Running:
 @dataclass
 class TimedEngine:
     """seconds_per_token: 0 answers at once. prepare_s: how long a prepare takes. A path with "bad" in it is refused.
+    score_s: how long a score takes.
 
     Thread-safe to look at: `live` (requests not ended), `seen` (commands), `aborted` (request ids).
     """
 
     seconds_per_token: float = 0.0
     prepare_s: float = 0.0
+    score_s: float = 0.0
     live: dict[str, Running] = field(default_factory=dict)
     seen: list[Command] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
@@ -145,13 +147,16 @@ class TimedEngine:
             self._held.append(request)
             return
         self.live[request.id] = Running(request, time.monotonic())
-        if self.seconds_per_token == 0 and not self._paused:
+        if self._seconds(request) == 0 and not self._paused:
             self._end(request.id, "length")
         else:
             self._schedule(request)
 
+    def _seconds(self, request: Request) -> float:
+        return self.score_s if request.max_tokens == 0 else request.max_tokens * self.seconds_per_token
+
     def _schedule(self, request: Request) -> None:
-        self._later(request.max_tokens * self.seconds_per_token, lambda: self._expire(request.id))
+        self._later(self._seconds(request), lambda: self._expire(request.id))
 
     def _expire(self, name: str) -> None:
         if not self._paused:

@@ -155,7 +155,6 @@ class WorkerProcess:
 
     @property
     def log(self) -> str:
-        self._log.flush()
         return Path(self._log.name).read_text()
 
     def signal(self, number: signal.Signals) -> None:

@@ -1,0 +1,171 @@
+"""SIGTERM: what runs may end, what cannot comes back with what it has, and the process is gone in time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rollout.raw_client import RawClient, group
+from tests.rollout.workers import WorkerProcess, eventually
+
+GRACE = 2.0
+"""Seconds that the worker may take beyond its drain timeout (ack timeout 1 s, and this machine's moods)."""
+SLACK = 2.0
+
+
+@contextmanager
+def process(folder: Path, *arguments: str, **options: Any) -> Iterator[WorkerProcess]:
+    worker = WorkerProcess("tests.rollout.stub_worker", *arguments, folder=folder, **options)
+    try:
+        yield worker
+    finally:
+        worker.kill()
+
+
+def submit(client: RawClient, *groups: dict[str, Any], batch: str = "b") -> dict[str, Any]:
+    return client.call("submit", batch_id=batch, groups=list(groups))
+
+
+def test_a_drain_ends_what_can_end_and_gives_the_rest_back(tmp_path: Path) -> None:
+    arguments = ("--seconds-per-token", "0.01", "--drain-timeout", "3", "--max-trajectories", "4")
+    with process(tmp_path, *arguments) as worker, RawClient(worker.wait_ready().address) as client:
+        client.hello()
+        # Two end within the drain, two do not, one has not started.
+        submit(
+            client,
+            group("short", n=2, max_tokens=100),
+            group("long", n=2, max_tokens=5000),
+            group("queued", max_tokens=10),
+        )
+        eventually(lambda: client.call("status")["trajectories_running"] == 4)
+        began = time.monotonic()
+        worker.signal(signal.SIGTERM)
+        eventually(lambda: client.call("status")["state"] == "draining")
+        error = submit(client, group("late"), batch="c")["error"]
+        assert (error["code"], error["retryable"]) == ("shutting_down", True)
+        records = {(record := client.record())["trajectory_id"]: record for _ in range(5)}
+        assert worker.wait() == 0
+        assert time.monotonic() - began < 3 + GRACE + SLACK
+    queued = records["queued.0"]
+    assert (queued["finish_reason"], len(queued["segments"][0]["token_ids"])) == ("abort_shutdown", 3)
+    for i in range(2):
+        assert records[f"short.{i}"]["status"] == "truncated"
+        long = records[f"long.{i}"]
+        assert (long["status"], long["finish_reason"]) == ("aborted", "abort_shutdown")
+        assert 100 < len(long["segments"][0]["token_ids"]) < 2000
+        assert long["segments"][0]["loss_mask"].sum() == len(long["segments"][0]["token_ids"]) - 3
+    assert "Traceback" not in worker.log
+
+
+def test_an_idle_worker_leaves_at_once(tmp_path: Path) -> None:
+    with process(tmp_path, "--drain-timeout", "60") as worker, RawClient(worker.wait_ready().address) as client:
+        client.hello()
+        submit(client, group())
+        client.record()
+        client.event("batch_done")
+        worker.signal(signal.SIGTERM)
+        assert worker.wait(GRACE + SLACK) == 0
+
+
+def test_a_client_that_acknowledges_nothing_delays_the_end_and_does_not_prevent_it(tmp_path: Path) -> None:
+    with process(tmp_path, "--drain-timeout", "1") as worker, RawClient(worker.wait_ready().address) as client:
+        client.hello()
+        submit(client, group())
+        client.record(ack=False)
+        worker.signal(signal.SIGTERM)
+        assert worker.wait(1 + GRACE + SLACK) == 0
+        assert "1 results were not acknowledged" in worker.log
+
+
+def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+    arguments = ("--seconds-per-token", "1", "--drain-timeout", "60")
+    for second, code in ((signal.SIGTERM, 128 + 15), (signal.SIGINT, 128 + 2)):
+        with process(tmp_path, *arguments) as worker, RawClient(worker.wait_ready().address) as client:
+            client.hello()
+            submit(client, group(max_tokens=1000))
+            worker.signal(signal.SIGTERM)
+            eventually(lambda client=client: client.call("status")["state"] == "draining")
+            worker.signal(second)
+            assert worker.wait(SLACK) == code
+
+
+def test_a_signal_before_ready_simply_ends_it(tmp_path: Path) -> None:
+    with process(tmp_path, "--load-s", "60") as worker:
+        eventually(lambda: "loading" in worker.log)
+        worker.signal(signal.SIGTERM)
+        assert worker.wait(GRACE + SLACK) == 0
+        assert "ready" not in worker.log.replace("before the worker was ready", "")
+        assert "Traceback" not in worker.log
+
+
+def test_a_signal_during_an_update_refuses_what_is_not_done(tmp_path: Path) -> None:
+    arguments = ("--prepare-s", "60", "--drain-timeout", "60")
+    with process(tmp_path, *arguments) as worker, RawClient(worker.wait_ready().address) as client:
+        client.hello()
+        prepare = client.send("prepare_weights", update_id="u", path="w", version=1)
+        client.call("ping")
+        worker.signal(signal.SIGTERM)
+        assert client.reply(prepare)["error"]["code"] == "shutting_down"
+        assert worker.wait(GRACE + SLACK) == 0
+
+
+def test_a_signal_while_a_commit_drains_lets_it_end_with_the_work(tmp_path: Path) -> None:
+    arguments = ("--seconds-per-token", "0.01", "--drain-timeout", "20")
+    with process(tmp_path, *arguments) as worker, RawClient(worker.wait_ready().address) as client:
+        client.hello()
+        submit(client, group(max_tokens=100))
+        eventually(lambda: client.call("status")["trajectories_running"] == 1)
+        client.call("prepare_weights", update_id="u", path="w", version=1)
+        commit = client.send("commit_weights", update_id="u", version=1, drain_timeout_s=30.0)
+        client.call("ping")
+        worker.signal(signal.SIGTERM)
+        eventually(lambda: client.call("status")["state"] == "draining")
+        error = client.call("prepare_weights", update_id="v", path="w", version=2)["error"]
+        assert error["code"] == "shutting_down"
+        assert client.record()["status"] == "truncated"
+        assert client.reply(commit)["type"] in ("weights_committed", "error")
+        assert worker.wait() == 0
+
+
+def test_a_paused_worker_does_not_wait_for_work_that_cannot_end(tmp_path: Path) -> None:
+    arguments = ("--seconds-per-token", "0.01", "--drain-timeout", "60")
+    with process(tmp_path, *arguments) as worker, RawClient(worker.wait_ready().address) as client:
+        client.hello()
+        submit(client, group(max_tokens=100))
+        client.call("pause")
+        worker.signal(signal.SIGTERM)
+        assert client.record()["finish_reason"] == "abort_shutdown"
+        assert worker.wait(GRACE + SLACK) == 0
+
+
+def test_environments_that_hang_do_not_hold_the_process(tmp_path: Path) -> None:
+    arguments = ("--drain-timeout", "0.5", "--env", "stuck=tests.rollout.hanging:Stuck")
+    blocked = ("--env", "blocked=tests.rollout.hanging:Blocked")
+    with process(tmp_path, *arguments, *blocked) as worker, RawClient(worker.wait_ready().address) as client:
+        client.hello()
+        on_length = {"on_length": "continue"}
+        submit(
+            client,
+            *(group(name, environment={"name": name}, budget=on_length, max_tokens=2) for name in ("stuck", "blocked")),
+        )
+        eventually(lambda: client.call("status")["trajectories_running"] == 2)
+        worker.signal(signal.SIGTERM)
+        # The other one takes a cancellation for nothing: its record would have to wait for it.
+        record = client.record()
+        assert (record["group_id"], record["finish_reason"]) == ("blocked", "abort_shutdown")
+        assert worker.wait(0.5 + GRACE + SLACK) == 0
+
+
+def test_nothing_is_left_behind(tmp_path: Path) -> None:
+    with process(tmp_path) as worker, RawClient(worker.wait_ready().address):
+        worker.signal(signal.SIGTERM)
+        assert worker.wait() == 0
+        with pytest.raises(ProcessLookupError):
+            os.kill(worker.process.pid, 0)
