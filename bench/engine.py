@@ -18,7 +18,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.measure import COPY_BANDWIDTH, Reads, Run, chosen, measure, parser, record, save, table
+from bench.measure import (
+    COPY_BANDWIDTH,
+    Reads,
+    Run,
+    by_prefix_cache,
+    chosen,
+    grown,
+    measure,
+    parser,
+    record,
+    save,
+    table,
+)
 from bench.report_fields import device_name
 from bench.workloads import Job, Workload, jobs
 from engine.build import DTYPES, load_engine
@@ -84,11 +96,18 @@ def run(engine: Engine, vocab_size: int, workload: Workload, seed: int) -> Run:
             if trajectory.end_turn(completion):
                 engine.add(trajectory.request())
     wall = time.perf_counter() - start
-    after = asdict(engine.stats())
-    counters = {
-        name: after[name] - before[name] for name in after if name.endswith("_total") and name != "blocks_total"
-    }
+    counters = grown(before, asdict(engine.stats()))
     return Run(wall, all(trajectory.lengths_ok for trajectory in trajectories.values()), counters)
+
+
+def engine_config(works: list[Workload], args: argparse.Namespace) -> EngineConfig:
+    """What all of these workloads need, and what was asked for."""
+    return EngineConfig(
+        max_running=args.max_running or max(work.concurrency for work in works),
+        max_step_tokens=args.max_step_tokens,
+        max_context=max(work.longest for work in works) + BLOCK_SIZE,
+        prefix_cache=works[0].prefix_cache,
+    )
 
 
 def kv_bytes(asked_gb: float | None, works: list[Workload], model: ModelConfig, dtype: str, device: str) -> int:
@@ -107,12 +126,7 @@ def kv_bytes(asked_gb: float | None, works: list[Workload], model: ModelConfig, 
 
 def serve(works: list[Workload], args: argparse.Namespace, model: ModelConfig) -> list[dict[str, Any]]:
     """Load one engine for these workloads and measure them; each result is written as soon as it is there."""
-    config = EngineConfig(
-        max_running=args.max_running or max(work.concurrency for work in works),
-        max_step_tokens=max(args.max_step_tokens, args.max_running or 0),
-        max_context=max(work.longest for work in works) + BLOCK_SIZE,
-        prefix_cache=works[0].prefix_cache,
-    )
+    config = engine_config(works, args)
     pool = kv_bytes(args.kv_gb, works, model, args.dtype, args.device)
     start = time.perf_counter()
     loaded = load_engine(args.weights, config, dtype=args.dtype, device=args.device, kv_bytes=pool)
@@ -123,7 +137,9 @@ def serve(works: list[Workload], args: argparse.Namespace, model: ModelConfig) -
     results = []
     for work in works:
         result = record("rollout-worker", "bare", work, model, args.device, args.dtype, settings)
-        result |= measure(work, partial(run, loaded.engine, model.vocab_size), args.runs, reads, bandwidth)
+        result |= measure(
+            work, partial(run, loaded.engine, model.vocab_size), args.runs, reads, bandwidth, seed=args.seed
+        )
         save(result, args.json_dir)
         results.append(result)
     return results
@@ -133,12 +149,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser(__doc__).parse_args(argv)
     model = read_model_config(args.weights)
     results = []
-    for prefix_cache in (False, True):
-        if works := [work for work in chosen(args) if work.prefix_cache == prefix_cache]:
-            results += serve(works, args, model)
-            gc.collect()  # an engine is a ring of references: its pool must be free before the next one's
-            if args.device.startswith("cuda"):
-                torch.cuda.empty_cache()
+    for works in by_prefix_cache(chosen(args)):
+        results += serve(works, args, model)
+        gc.collect()  # an engine is a ring of references: its pool must be free before the next one's
+        if args.device.startswith("cuda"):
+            torch.cuda.empty_cache()
     print(table(results))
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -65,8 +65,10 @@ def model_name(model: ModelConfig) -> str:
     return f"{model.architecture}-{model.num_layers}x{model.hidden_size}"
 
 
-def measure(workload: Workload, drive: Driver, runs: int, reads: Reads, bandwidth: float | None) -> dict[str, Any]:
-    """`metrics` and what belongs to them, of one warm-up and `runs` runs.
+def measure(
+    workload: Workload, drive: Driver, runs: int, reads: Reads, bandwidth: float | None, *, seed: int = 0
+) -> dict[str, Any]:
+    """`metrics` and what belongs to them, of one warm-up and `runs` runs with seeds from `100 * seed` on.
 
     A workload of several turns is warmed up by its first turns alone. A flat one is run at three lengths: its own,
     `short` (their difference is the time per token, prompts taken out), and 1 (the time to all first tokens).
@@ -77,7 +79,7 @@ def measure(workload: Workload, drive: Driver, runs: int, reads: Reads, bandwidt
         lengths = [workload] + ([workload.cut(workload.short), workload.cut(1)] if workload.short else [])
         if number == 0:
             lengths = [workload if workload.short else workload.first_turns()]
-        passes = [drive(length, 10 * number + i) for i, length in enumerate(lengths)]
+        passes = [drive(length, 100 * seed + 10 * number + i) for i, length in enumerate(lengths)]
         print(f"  {workload.name} {number or 'warm-up'}: {'  '.join(f'{p.wall:.3f}' for p in passes)} s", flush=True)
         if number:
             done.append(passes)
@@ -132,7 +134,7 @@ def record(
 
 def save(result: dict[str, Any], directory: Path) -> Path:
     """<directory>/<engine>[-zmq]/<device>-<model>-<workload>.json"""
-    folder = result["engine"] + ("" if result["driver"] == "bare" else f"-{result['driver']}")
+    folder = str(result["engine"]) + ("" if result["driver"] == "bare" else f"-{result['driver']}")
     device = re.sub(r"[^a-z0-9]+", "-", result["device"].lower()).strip("-")
     path = directory / folder / f"{device}-{result['model']}-{result['workload']}.json"
     report_fields.write(result, path)
@@ -157,6 +159,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     found.add_argument("--weights", required=True, type=Path, help="checkpoint directory (see bench.make_model)")
     found.add_argument("--workload", nargs="+", required=True, choices=["all", *workloads()], metavar="NAME")
     found.add_argument("--runs", type=int, default=3, help="timed runs after the warm-up")
+    found.add_argument("--seed", type=int, default=0, help="of ids and noise; a worker's cache may remember those of 0")
     found.add_argument("--device", default="cpu")
     found.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     found.add_argument("--max-running", type=int, help="rows of a step (default: what the workloads named need)")
@@ -170,3 +173,15 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 def chosen(args: argparse.Namespace) -> list[Workload]:
     names = list(workloads()) if "all" in args.workload else args.workload
     return [workloads()[name].shrunk(args.shrink) for name in names]
+
+
+def by_prefix_cache(works: list[Workload]) -> list[list[Workload]]:
+    """Those without and those with a prefix cache: one engine each."""
+    halves = [[work for work in works if work.prefix_cache == on] for on in (False, True)]
+    return [half for half in halves if half]
+
+
+def grown(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, int]:
+    """How far the counters of `EngineStats` went meanwhile."""
+    names = [name for name in after if name.endswith("_total") and name != "blocks_total"]
+    return {name: int(after[name] - before[name]) for name in names}

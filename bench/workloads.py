@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
@@ -167,9 +168,10 @@ class Job:
 
 
 def jobs(workload: Workload, seed: int) -> list[Job]:
-    """The trajectories of one run, in the order in which they are submitted."""
+    """The trajectories of one run, in the order in which they are submitted. Two runs share no ids."""
+    of_run = (crc32(workload.name.encode()) << 20) + seed
     return [
-        Job(group, sample, turns, 4096 * seed + group)
+        Job(group, sample, turns, (of_run << 12) + group)
         for group, turns in enumerate(workload.groups)
         for sample in range(workload.samples)
     ]

@@ -1,0 +1,28 @@
+"""The environment of the measured workloads: turns of forced lengths, handed to the worker one at a time."""
+
+from __future__ import annotations
+
+from bench.workloads import Job, Turn
+from rollout.environments.base import Context, Environment, Step, TurnResult
+
+PLUGIN = "forced=bench.environment:ForcedTurns"
+"""For `--env` of a worker."""
+
+
+class ForcedTurns(Environment):
+    """config: `turns`, [appended, sampled] of each; `seed`, the job's."""
+
+    on_length = "continue"
+    fixed_turns = True
+
+    async def reset(self, context: Context) -> None:
+        turns = tuple(Turn(*turn) for turn in context.config["turns"])
+        self._job = Job(0, context.sample_index, turns, context.config["seed"])
+        self._vocab_size = context.vocab_size
+
+    async def step(self, turn: TurnResult) -> Step:
+        following = turn.index + 1
+        if following == len(self._job.turns):
+            return Step(done=True)
+        observation = self._job.appended(following, self._vocab_size)
+        return Step(observation=observation, max_tokens=self._job.turns[following].sampled)
