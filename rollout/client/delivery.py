@@ -9,6 +9,7 @@ from protocols.errors import BadRequest, Internal
 from protocols.fields import Record
 from protocols.replies import Reply, TrajectoryDone, TurnDone
 from protocols.requests import Ack, Cancel, RequestMessage
+from rollout.client.errors import ClientClosed
 from rollout.client.ledger import Arrival, Item, Ledger
 from rollout.client.trajectory import Trajectory
 from rollout.client.waiting import Mailbox
@@ -88,6 +89,8 @@ class Delivery:
         if kept is None or kept.mailbox is not mailbox:
             return
         done, running = self._ledger.give_up(kept)
+        if mailbox.left:
+            mailbox.set_error(ClientClosed(f"batch {batch_id} was closed before it ended"))
         self._to_acknowledge += done
         self._to_cancel += running
 

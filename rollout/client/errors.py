@@ -4,6 +4,6 @@ from protocols.errors import RolloutError
 
 
 class ClientClosed(RolloutError):
-    """The client was closed, or belongs to the process that this one was forked from."""
+    """The client (or the batch) was closed, or belongs to the process that this one was forked from."""
 
     code = "client_closed"

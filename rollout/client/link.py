@@ -67,7 +67,7 @@ class Link:
         self.address = address
         self._curve = curve
         self._wakeup = wakeup
-        self._context = zmq.Context()
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._poller = zmq.Poller()
         self._poller.register(wakeup.fileno(), zmq.POLLIN)
         self._socket: zmq.Socket[bytes] | None = None
@@ -75,6 +75,8 @@ class Link:
 
     def open(self) -> None:
         """Begin to connect; libzmq tries again until somebody listens. `Change.UP` follows."""
+        if self._context is None:
+            self._context = zmq.Context()
         dealer = self._context.socket(zmq.DEALER)
         for option, value in (
             (zmq.SNDHWM, 0),
@@ -83,6 +85,7 @@ class Link:
             (zmq.HEARTBEAT_IVL, HEARTBEAT_IVL_MS),
             (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
             (zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS),
+            (zmq.IPV6, int(self.address.startswith("tcp://["))),
             (zmq.RECONNECT_IVL, RECONNECT_MS[0]),
             (zmq.RECONNECT_IVL_MAX, RECONNECT_MS[1]),
         ):
@@ -110,7 +113,8 @@ class Link:
 
     def close(self, linger_ms: int) -> None:
         self.drop(linger_ms)
-        self._context.term()
+        if self._context is not None:
+            self._context.term()
 
     def wait(self, seconds: float) -> None:
         """Until something arrives, somebody calls, or time is up."""

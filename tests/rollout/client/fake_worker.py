@@ -7,6 +7,7 @@ second FakeWorker at the same address is a restarted process.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 import socket
@@ -222,7 +223,11 @@ class FakeWorker:
         self.do(lambda: self._send(self.session.peer, message))
 
     def send_raw(self, frames: Sequence[bytes]) -> None:
-        self.do(lambda: self._socket.send_multipart([self.session.peer, *frames]))
+        def action() -> None:
+            with contextlib.suppress(zmq.ZMQError):  # it may have left, after the last ones
+                self._socket.send_multipart([self.session.peer, *frames])
+
+        self.do(action)
 
     def cut(self) -> None:
         """Break every connection, keep every session, listen again at the same address."""
@@ -239,6 +244,7 @@ class FakeWorker:
         router = self._context.socket(zmq.ROUTER)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         router.setsockopt(zmq.LINGER, 0)
+        router.setsockopt(zmq.IPV6, int(address.startswith("tcp://[")))
         if self._curve is not None:
             router.curve_server = True
             router.curve_publickey, router.curve_secretkey = self._curve

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from protocols import Ack, Internal, Limits, Record, Segment, TrajectoryDone, WorkerStatus, encode
 from rollout.client import RolloutClient
-from tests.rollout.client.fake_worker import FakeWorker
+from tests.rollout.client.fake_worker import FakeWorker, make_record
 
 Start = Callable[..., FakeWorker]
 Connect = Callable[..., RolloutClient]
@@ -88,6 +89,31 @@ def test_junk_costs_a_connection_and_nothing_else(start: Start, connect: Connect
     worker.finish(group.trajectory_ids[1])
     assert [t.trajectory_id for t in batch] == list(group.trajectory_ids)
     assert worker.kinds().count("submit") == 1
+
+
+def test_mutated_messages_leave_a_working_client(start: Start, connect: Connect) -> None:
+    worker = start(hold=True)
+    client = connect(worker)
+    group = client.group([1], n=2)
+    batch = client.submit(group)
+    record = make_record(group.trajectory_ids[0], group, batch.batch_id)
+    valid = [bytes(frame) for frame in encode(TrajectoryDone(id="x", record=record))]
+    choose = random.Random(0)
+    for _ in range(100):
+        frames = list(valid)
+        at = choose.randrange(len(frames))
+        frame = bytearray(frames[at])
+        for _ in range(choose.randint(1, 4)):
+            frame[choose.randrange(len(frame))] = choose.randrange(256)
+        frames[at] = bytes(frame[: choose.randint(0, len(frame))]) if choose.random() < 0.3 else bytes(frame)
+        if choose.random() < 0.2:
+            del frames[at]
+        worker.send_raw(frames)
+    assert client.ping().boot_id == "boot-1"
+    batch.close()
+    worker.do(lambda: setattr(worker, "hold", False))
+    for _ in range(3):
+        assert len(client.submit(client.group([1], n=2)).results(timeout=10)) == 2
 
 
 def test_a_reply_that_cannot_be_read_fails_its_call_alone(start: Start, connect: Connect) -> None:

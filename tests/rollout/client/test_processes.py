@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from protocols import Cancel, SubmitBatch
+from protocols import Cancel, Internal, SubmitBatch
 from rollout.client import RolloutClient
 from tests.rollout.client.fake_worker import FakeWorker
 
@@ -224,6 +224,33 @@ def test_a_client_that_is_dropped_ends_its_thread(start: Start) -> None:
     del client
     thread.join(10)
     assert not thread.is_alive()
+
+
+def test_a_thread_that_fails_takes_nobody_along(
+    start: Start, connect: Connect, later: Later, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever goes wrong in it, waiting ends with the reason."""
+
+    def broken(*_: object) -> None:
+        raise OSError("too many open files")
+
+    monkeypatch.setattr("rollout.client.link.Link.open", broken)
+    client = connect("tcp://127.0.0.1:1")
+    for call in (client.connect, client.ping, lambda: client.submit(client.group([1]))):
+        with pytest.raises(Internal, match="too many open files"):
+            later(call).result(10)
+    monkeypatch.undo()
+
+    worker = start(hold=True)
+    client = connect(worker)
+    batch = client.submit(client.group([1]))
+    waiting = later(next, iter(batch))
+    monkeypatch.setattr("rollout.client.delivery.Delivery.event", broken)
+    worker.finish()
+    with pytest.raises(Internal, match="I/O thread failed"):
+        waiting.result(10)
+    with pytest.raises(Internal, match="I/O thread failed"):
+        client.ping()
 
 
 def test_a_batch_keeps_its_client(start: Start) -> None:

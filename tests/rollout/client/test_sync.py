@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -147,6 +149,25 @@ def test_a_batch_given_up_is_cancelled_and_acknowledged(start: Start, connect: C
     assert {name for cancel in worker.of(Cancel) for name in cancel.trajectory_ids} == set(group.trajectory_ids[1:])
     assert not worker.session.owed
     client.submit(group).close()  # the ids are free again
+
+
+def test_closing_a_batch_wakes_whoever_waits_for_it(start: Start, connect: Connect, later: Callable[..., Any]) -> None:
+    worker = start(hold=True)
+    client = connect(worker)
+    batch = client.submit(client.group([1]))
+    waiting = later(next, iter(batch))
+    client.ping()
+    batch.close()
+    with pytest.raises(ClientClosed, match=batch.batch_id):
+        waiting.result(10)
+    with pytest.raises(ClientClosed, match=batch.batch_id):
+        batch.results()
+    assert client.ping().boot_id == "boot-1"
+
+
+def test_ipv6_and_ipc_addresses(start: Start, connect: Connect, tmp_path: Path) -> None:
+    for address in ("tcp://[::1]:*", f"ipc://{tmp_path}/worker"):
+        assert connect(start(address)).ping().boot_id == "boot-1"
 
 
 def test_remote_turns_are_answered(start: Start, connect: Connect) -> None:

@@ -1,0 +1,67 @@
+"""docs/client.md: its examples run, and its table of errors names every error."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from protocols.errors import ERRORS, NumericalError
+from tests.rollout.workers import worker
+
+TEXT = (Path(__file__).parents[3] / "docs" / "client.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+
+
+def scope(address: str) -> dict[str, Any]:
+    learned: list[tuple[Any, ...]] = []
+    return {
+        "ADDRESS": address,
+        "STEPS": 2,
+        "learned": learned,
+        "learn": lambda *arrays: learned.append(arrays),
+        "save_weights": lambda step: f"/weights/{step}",
+        "tasks": lambda _: [([1, 2], [3]), ([4, 5, 6], [7])],
+        "reward": lambda t: float(t.metadata["task"]),
+        "observe": lambda ids: np.asarray(ids)[:1],
+    }
+
+
+def check(learned: list[tuple[Any, ...]], count: int) -> None:
+    assert len(learned) == count
+    for prompt, ids, mask, logprobs, _ in learned:
+        assert len(prompt) > 0
+        assert len(ids) == len(mask) == len(logprobs) > 0
+
+
+def test_the_trainer() -> None:
+    with worker() as served:
+        names = scope(served.address)
+        exec(BLOCKS[0], names)
+    check(names["learned"], 2 * 2 * 8)
+    assert len(BLOCKS[0].splitlines()) <= 22
+
+
+def test_the_asyncio_version() -> None:
+    with worker() as served:
+        names = scope(served.address)
+        exec(BLOCKS[1], names)
+        asyncio.run(names["main"]())
+    check(names["learned"], 4)
+
+
+def test_the_remote_environment() -> None:
+    with worker() as served:
+        names = scope(served.address)
+        exec(BLOCKS[2], names)
+    check(names["learned"], 4)
+    assert [entry[-1] for entry in names["learned"]] == [1.0] * 4
+
+
+def test_every_error_is_in_the_table() -> None:
+    for error in ERRORS.values():
+        if error is not NumericalError:  # only in records
+            assert f"`{error.__name__}`" in TEXT, error
