@@ -222,9 +222,15 @@ class TimedEngine:
             self._begin(request)
 
 
+_LONGEST = 2**17
+_IDS = (np.arange(_LONGEST) % VOCAB).astype(np.int32)
+_LOGPROBS = (-(np.arange(_LONGEST) % 16) / 16 - 1).astype(np.float32)
+
+
 def reply_ids(prompt_len: int, count: int) -> np.ndarray:
-    return ((prompt_len + np.arange(count)) % VOCAB).astype(np.int32)
+    start = prompt_len % VOCAB
+    return _IDS[start : start + count]
 
 
 def reply_logprobs(count: int) -> np.ndarray:
-    return (-(np.arange(count) % 16) / 16 - 1).astype(np.float32)
+    return _LOGPROBS[:count]

@@ -1,0 +1,71 @@
+"""The wire alone, over an engine that answers at once: 1,024 trajectories of 8,192 tokens."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.rollout.wire_client import memory
+from tests.rollout.workers import ROOT, WorkerProcess
+
+TRAJECTORIES, TOKENS = 1024, 8192
+ARRAY_BYTES = TRAJECTORIES * TOKENS * (4 + 1 + 4 + 1)
+"""token_ids, source, logprobs, loss_mask."""
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[WorkerProcess]:
+    process = WorkerProcess("tests.rollout.stub_worker", folder=tmp_path)
+    try:
+        yield process.wait_ready()
+    finally:
+        process.kill()
+
+
+def fetch(worker: WorkerProcess) -> dict[str, Any]:
+    """All trajectories once; what the client measured."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.rollout.wire_client", worker.address, str(TRAJECTORIES), str(TOKENS)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    result: dict[str, Any] = json.loads(done.stdout)
+    assert result["whole"] == result["ids"] == TRAJECTORIES
+    return result
+
+
+def test_1024_trajectories_of_8192_tokens_come_whole_and_cost_little(worker: WorkerProcess) -> None:
+    process = psutil.Process(worker.process.pid)
+    idle, before = memory(process.pid, "VmRSS"), process.cpu_times()
+    client = fetch(worker)
+    after = process.cpu_times()
+    assert memory(process.pid, "VmHWM") - idle < 3 * ARRAY_BYTES
+    assert client["growth"] < 3 * ARRAY_BYTES
+    # A guard for a machine that does other things too: the seconds are stress's to measure.
+    assert after.user + after.system - before.user - before.system < 4
+    assert client["cpu"] < 4
+
+
+@pytest.mark.stress
+def test_1024_trajectories_of_8192_tokens_take_less_than_2_seconds(worker: WorkerProcess) -> None:
+    assert min(fetch(worker)["seconds"] for _ in range(3)) < 2
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(600)
+def test_memory_does_not_grow_from_round_to_round(worker: WorkerProcess) -> None:
+    fetch(worker)
+    after_one = memory(worker.process.pid, "VmRSS")
+    for _ in range(5):
+        fetch(worker)
+    assert memory(worker.process.pid, "VmRSS") - after_one < ARRAY_BYTES / 4
