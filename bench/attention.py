@@ -104,7 +104,13 @@ def tiles(batch: Batch, spare: int = 32) -> Call:
     on = [torch.from_numpy(a).to(DEVICE) for a in (cutting.rows, cutting.starts, cutting.stops, cutting.firsts)]
     indptr = batch.indptr.to(DEVICE)
     scratch = ours.DecodeScratch(rows + spare, rows, HEADS, KV_HEADS, DIM, DEVICE)
-    return lambda i: ours.paged_decode(batch.q[i], batch.keys[i], batch.values[i], *on, indptr, batch.indices, scratch)
+
+    def call(i: int) -> torch.Tensor:
+        out = torch.empty_like(batch.q[i])
+        ours.paged_decode(batch.q[i], batch.keys[i], batch.values[i], *on, indptr, batch.indices, scratch, out)
+        return out
+
+    return call
 
 
 def replay_us(batch: Batch, call: Call) -> tuple[float, list[torch.Tensor]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -12,13 +13,16 @@ from engine.attention.torch_paged import TorchPagedAttention
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import EngineError
-from engine.memory import KVPool, Memory, kv_blocks_in
+from engine.memory import KVPool, Memory, kv_blocks_in, kv_bytes_per_block
 from engine.model import build_model
 from engine.model_config import ModelConfig, read_model_config
 from engine.ops import TorchOps
 from engine.runner import Limits, StepDevice, TorchRunner
 from engine.sampler import Sampler
 from engine.update import Weights
+
+if TYPE_CHECKING:
+    from engine.cuda_runner import CudaRunner
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -45,19 +49,26 @@ def load_engine(
     token_bytes: Sequence[bytes] | None = None,
     weight_version: int = 0,
     checksums: dict[str, str] | None = None,
+    decode_path: Literal["graph", "eager"] = "graph",
     lazy: bool = False,
 ) -> LoadedEngine:
     """Load a checkpoint directory and build an engine over it.
 
     dtype: "float32" or "bfloat16", of weights and KV. num_blocks: blocks of the KV pool, block 0 (the dummy)
-    included, or kv_bytes: a budget for it; by default every slot can hold the longest context. lazy: see
-    `TorchRunner`. Raises `WeightsError` for a checkpoint that is refused, `OutOfMemory` when the plan does not fit.
+    included, or kv_bytes: a budget for it; by default every slot can hold the longest context, as far as a GPU's
+    memory goes. decode_path: see `CudaRunner`. lazy: see `TorchRunner`.
+
+    Raises `WeightsError` for a checkpoint that is refused, `OutOfMemory` when the plan does not fit.
     """
     config = config or EngineConfig()
     if dtype not in DTYPES:
         raise EngineError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}", field="dtype")
-    if device != "cpu":
-        raise EngineError(f"device {device!r} is not supported; only cpu is", field="device")
+    if device not in ("cpu", "cuda"):
+        raise EngineError(f"device {device!r} is neither cpu nor cuda", field="device")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise EngineError("device is cuda, but torch finds no GPU; choose cpu or check the driver", field="device")
+    if device == "cuda" and dtype != "bfloat16":
+        raise EngineError(f"dtype {dtype!r} is not supported on cuda; bfloat16 is", field="dtype")
     kind, place = DTYPES[dtype], torch.device(device)
     model_config = read_model_config(Path(path))
     if config.max_context > model_config.max_positions:
@@ -65,19 +76,40 @@ def load_engine(
             f"max_context {config.max_context} is above the checkpoint's {model_config.max_positions} positions",
             field="max_context",
         )
-    if num_blocks is None:
-        whole = config.max_running * config.max_blocks_per_request + 1
-        num_blocks = whole if kv_bytes is None else kv_blocks_in(kv_bytes, model_config, kind.itemsize)
-
     memory = Memory(place)
     weights = Weights(model_config, kind, memory)
     weights.prepare(str(path), weight_version, checksums)
     weights.commit()
-    kv = KVPool(model_config, num_blocks, kind, memory)
-    model = build_model(model_config, weights.arena, TorchOps(), config.max_context)
-    sampler = Sampler(model_config.vocab_size, config.max_running, place)
-    attention = TorchPagedAttention(model_config, kind, place)
     limits = Limits(config.max_running, config.max_step_tokens, config.max_blocks_per_request)
-    runner = TorchRunner(StepDevice(model, kv, attention, sampler, config.max_running), limits, memory, lazy=lazy)
+    if num_blocks is None:
+        whole = config.max_running * config.max_blocks_per_request + 1
+        if kv_bytes is None and device == "cuda":
+            kv_bytes = min(kv_bytes_left(model_config, limits), whole * kv_bytes_per_block(model_config, kind.itemsize))
+        num_blocks = whole if kv_bytes is None else kv_blocks_in(kv_bytes, model_config, kind.itemsize)
+    kv = KVPool(model_config, num_blocks, kind, memory)
+    sampler = Sampler(model_config.vocab_size, config.max_running, place)
+    runner: TorchRunner | CudaRunner
+    if device == "cuda":
+        from engine.cuda_ops import CudaOps
+        from engine.cuda_runner import CudaRunner
+
+        model = build_model(model_config, weights.arena, CudaOps(), config.max_context)
+        runner = CudaRunner(model, kv, sampler, limits, memory, decode_path)
+    else:
+        model = build_model(model_config, weights.arena, TorchOps(), config.max_context)
+        attention = TorchPagedAttention(model_config, kind, place)
+        runner = TorchRunner(StepDevice(model, kv, attention, sampler, config.max_running), limits, memory, lazy=lazy)
     engine = Engine(runner, config, token_bytes, weight_version=weight_version)
     return LoadedEngine(engine, weights, model_config, memory, kv)
+
+
+def kv_bytes_left(config: ModelConfig, limits: Limits) -> int:
+    """Bytes of GPU memory that the KV pool may take: what is free now, less what steps and graphs will need.
+
+    A token of the largest step holds about three times its widest activation; a row its logits three times over;
+    graphs and the attention workspace have been seen to stay under 3 GiB.
+    """
+    free, _ = torch.cuda.mem_get_info()
+    widest = max(2 * config.intermediate_size, config.q_size + 2 * config.kv_size) + 2 * config.hidden_size
+    steps = 3 * 2 * limits.max_tokens * widest + 3 * 4 * limits.max_rows * config.vocab_size
+    return max(0, free - steps - 3 * 2**30)

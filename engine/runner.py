@@ -89,7 +89,13 @@ class ResultBuffer:
         rows, modes = limits.max_rows, len(LOGPROB_MODES)
 
         def array(dtype: torch.dtype, *shape: int) -> Tensor:
-            return memory.allocate(prod(shape) * dtype.itemsize, "step results", host=True).view(dtype).view(shape)
+            return (
+                memory.allocate(
+                    prod(shape) * dtype.itemsize, "step results", host=True, pinned=memory.device.type == "cuda"
+                )
+                .view(dtype)
+                .view(shape)
+            )
 
         self._token_ids = array(torch.int32, rows)
         self._flags = array(torch.uint8, rows)

@@ -43,6 +43,18 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
+class PlainLaw:
+    """All that matters for rows without filter, penalty, bias, allowed ids and alternatives, on the host.
+
+    temperature: float32[S], 1 where greedy. greedy: bool[S]. keys: int64[S, 5], noise keys with the position.
+    """
+
+    temperature: npt.NDArray[np.float32]
+    greedy: npt.NDArray[np.bool_]
+    keys: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
 class _Distributions:
     """Rows of log-weights [N, V] (maximum 0) and their log-normalisers [N].
 
@@ -88,6 +100,17 @@ class Sampler:
             )
         else:
             self._offsets.drop(slot)
+
+    def plain(self, slots: IntArray, positions: IntArray) -> PlainLaw | None:
+        """The law of a step's rows when every one of them is plain, for a kernel that does these alone; else None.
+
+        slots, positions: as for `sample`.
+        """
+        rows = self._slots[slots]
+        if not rows["plain"].all():
+            return None
+        keys = np.concatenate((rows["key"], positions[:, None]), axis=1, dtype=np.int64)
+        return PlainLaw(rows["temperature"], rows["greedy"], keys)
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, slots: IntArray, positions: IntArray) -> Sampled:

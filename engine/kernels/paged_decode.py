@@ -35,15 +35,15 @@ def paged_decode(
     block_indptr: torch.Tensor,
     block_ids: torch.Tensor,
     scratch: DecodeScratch,
-) -> torch.Tensor:
-    """q: [R, heads, dim] -> [R, heads * dim]. keys, values: [blocks, 16, kv_heads, dim].
+    out: torch.Tensor,
+) -> None:
+    """q: [R, heads, dim] -> out, alike. keys, values: [blocks, 16, kv_heads, dim]. Rows without a tile stay unwritten.
 
     tile_rows, tile_starts, tile_stops: int32[tiles]; row_tiles: int32[R + 1] (`Tiles`). block_indptr: int32[R + 1] and
     block_ids: int32[N], the rows' KV blocks. dim must be a power of two.
     """
-    rows, heads, dim = q.shape
+    heads, dim = q.shape[1:]
     block, kv_heads = keys.shape[1:3]
-    out = torch.empty_like(q)
     group = heads // kv_heads
     _kernel[(kv_heads, len(tile_rows))](
         q,
@@ -70,7 +70,6 @@ def paged_decode(
         num_warps=WARPS,
         num_stages=STAGES,
     )
-    return out.view(rows, heads * dim)
 
 
 @triton.jit

@@ -1,0 +1,168 @@
+"""A `StepPlan` packed for the GPU: one pinned buffer, one copy, every array of the step at a known place.
+
+Arrays with one entry a row lie at fixed addresses, so that a captured graph finds them there whatever the step; block
+ids follow, and the tokens of prefill rows come last, behind what the step used. The device's buffer is one for all
+steps, since copies and kernels run in stream order. A pinned buffer is written again only after the step that it
+fed was waited for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.attention.split import cut
+from engine.config import BLOCK_SIZE
+from engine.memory import Memory
+from engine.sampler import PlainLaw
+from engine.step import StepPlan
+
+SPARE_TILES = 32
+"""Tiles beyond one a row: what a long row among short ones can be cut into."""
+
+_KINDS = {
+    "slots": torch.int64,
+    "positions": torch.int64,
+    "write_slots": torch.int64,
+    "sample_slots": torch.int64,
+    "keys": torch.int64,
+    "block_indptr": torch.int32,
+    "row_tiles": torch.int32,
+    "tile_rows": torch.int32,
+    "tile_starts": torch.int32,
+    "tile_stops": torch.int32,
+    "temperature": torch.float32,
+    "greedy": torch.bool,
+    "block_ids": torch.int32,
+}
+"""The fixed arrays in the order in which they lie in the buffer. keys has five entries a row."""
+
+_TOKEN_FIELDS = ("token_ids", "token_positions", "token_write_slots", "sample_tokens")
+"""int64 arrays of an eager step, behind its block ids."""
+
+_ALIGNMENT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Of an eager step with T tokens and S sampling rows, on the device. token_ids: int64[T - num_decode], of the
+    prefill rows. positions, write_slots: int64[T]. sample_tokens: int64[S], their places among the T tokens."""
+
+    token_ids: Tensor
+    positions: Tensor
+    write_slots: Tensor
+    sample_tokens: Tensor
+
+
+def tile_capacity(rows: int) -> int:
+    """Tiles of a step with so many decode rows. Up to 32 rows the GPU runs 33 tiles of 8 KV heads at once."""
+    return max(rows + 1, 33) if rows <= 32 else rows + SPARE_TILES
+
+
+class CudaInput:
+    """The input arrays on the device, and a ring of pinned buffers that feed them.
+
+    fixed: name -> view of the device's buffer, at full capacity (`_KINDS`), rows + 1 of them: the last is for padding.
+    """
+
+    def __init__(self, max_rows: int, max_tokens: int, max_blocks: int, ring: int, memory: Memory) -> None:
+        self.padding_slot = max_rows
+        sizes = dict.fromkeys(_KINDS, max_rows + 1)
+        sizes |= {
+            "keys": 5 * max_rows,
+            "block_ids": max_blocks,
+            "block_indptr": max_rows + 2,
+            "row_tiles": max_rows + 2,
+        }
+        sizes |= dict.fromkeys(("tile_rows", "tile_starts", "tile_stops"), tile_capacity(max_rows))
+        offsets, end = {}, 0
+        for name, kind in _KINDS.items():
+            offsets[name] = end
+            end = _aligned(end + sizes[name] * kind.itemsize)
+        self._blocks_start = offsets["block_ids"]
+        capacity = end + _aligned(8 * max_tokens) * 3 + _aligned(8 * max_rows)
+        self._device = memory.allocate(capacity, "step input")
+        self._hosts = [memory.allocate(capacity, "step input", host=True, pinned=True) for _ in range(ring)]
+
+        def views(buffer: Tensor) -> dict[str, Tensor]:
+            spans = (
+                (name, offsets[name], offsets[name] + sizes[name] * kind.itemsize) for name, kind in _KINDS.items()
+            )
+            return {name: buffer[start:stop].view(_KINDS[name]) for name, start, stop in spans}
+
+        self.fixed = views(self._device)
+        self._host_views = [{name: view.numpy() for name, view in views(host).items()} for host in self._hosts]
+        for host in self._host_views:
+            for array in host.values():
+                array[...] = 0
+        self._device.zero_()
+
+    def pack_decode(self, ring: int, plan: StepPlan, law: PlainLaw | None, rows: int) -> None:
+        """A step of decode rows only, padded to `rows`: padding rows use the padding slot and the dummy block."""
+        host = self._host_views[ring]
+        used = plan.num_rows
+        blocks = plan.block_ids[plan.block_indptr[:-1] + plan.context_lens // BLOCK_SIZE].astype(np.int64)
+        host["positions"][:used] = plan.context_lens
+        host["write_slots"][:used] = blocks * BLOCK_SIZE + plan.context_lens % BLOCK_SIZE
+        for name, padding in (("slots", self.padding_slot), ("positions", 0), ("write_slots", 0)):
+            host[name][used:rows] = padding
+        self._pack_rows(host, plan, law, rows)
+        self._copy(ring, self._blocks_start + plan.block_ids.nbytes)
+
+    def pack_eager(self, ring: int, plan: StepPlan, law: PlainLaw | None) -> Tokens:
+        """Any step, unpadded."""
+        host = self._host_views[ring]
+        ends = np.cumsum(plan.query_lens, dtype=np.int64)
+        row = np.repeat(np.arange(plan.num_rows), plan.query_lens)
+        positions = np.arange(plan.num_tokens) + (plan.context_lens - (ends - plan.query_lens))[row]
+        blocks = plan.block_ids[plan.block_indptr[row] + positions // BLOCK_SIZE].astype(np.int64)
+        sampling = np.flatnonzero(plan.samples)
+        self._pack_rows(host, plan, law, plan.num_decode)
+        arrays = (
+            plan.token_ids,
+            positions,
+            blocks * BLOCK_SIZE + positions % BLOCK_SIZE,
+            ends[sampling] - 1,
+        )
+        raw, end = self._hosts[ring].numpy(), _aligned(self._blocks_start + plan.block_ids.nbytes)
+        views = []
+        for array in arrays:
+            stop = end + 8 * len(array)
+            raw[end:stop].view(np.int64)[:] = array
+            views.append(self._device[end:stop].view(torch.int64))
+            end = _aligned(stop)
+        self._copy(ring, end)
+        return Tokens(*views)
+
+    def _pack_rows(
+        self, host: dict[str, npt.NDArray[np.generic]], plan: StepPlan, law: PlainLaw | None, decode_rows: int
+    ) -> None:
+        used, decodes = plan.num_rows, plan.num_decode
+        host["slots"][:used] = plan.slots
+        host["block_indptr"][: used + 1] = plan.block_indptr
+        host["block_indptr"][used + 1 : decode_rows + 1] = plan.block_indptr[-1]
+        host["block_ids"][: len(plan.block_ids)] = plan.block_ids
+        if decodes:
+            capacity = tile_capacity(decode_rows)
+            tiles = cut(plan.context_lens[:decodes] + 1, capacity)
+            for name, array in (("tile_rows", tiles.rows), ("tile_starts", tiles.starts), ("tile_stops", tiles.stops)):
+                host[name][:capacity] = array
+            host["row_tiles"][: decodes + 1] = tiles.firsts
+            host["row_tiles"][decodes + 1 : decode_rows + 1] = tiles.firsts[-1]
+        sampling = plan.slots[plan.samples]
+        host["sample_slots"][: len(sampling)] = sampling
+        if law is not None:
+            host["temperature"][: len(sampling)] = law.temperature
+            host["greedy"][: len(sampling)] = law.greedy
+            host["keys"][: 5 * len(sampling)] = law.keys.reshape(-1)
+
+    def _copy(self, ring: int, end: int) -> None:
+        self._device[:end].copy_(self._hosts[ring][:end], non_blocking=True)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
