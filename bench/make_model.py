@@ -58,12 +58,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def make_model(shape: str, out: Path, *, std: float = 0.02, seed: int = 0, device: str | None = None) -> int:
-    """Write a checkpoint of `SHAPES[shape]` to the directory `out`. Returns its bytes of weights."""
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    generator = torch.Generator(device).manual_seed(seed)
+def make_model(shape: str, out: Path, *, std: float = 0.02, seed: int = 0, shard_bytes: int = SHARD_BYTES) -> int:
+    """Write a checkpoint of `SHAPES[shape]` to the directory `out`. Returns the bytes of its files."""
+    generator = torch.Generator("cuda" if torch.cuda.is_available() else "cpu").manual_seed(seed)
     out.mkdir(parents=True, exist_ok=True)
-    shards = list(_shards(SHAPES[shape]))
+    shards = list(_shards(SHAPES[shape], shard_bytes))
     home: dict[str, str] = {}
     for i, shard in enumerate(shards, 1):
         name = f"model-{i:05}-of-{len(shards):05}.safetensors"
@@ -77,14 +76,14 @@ def make_model(shape: str, out: Path, *, std: float = 0.02, seed: int = 0, devic
     return total
 
 
-def _shards(config: dict[str, Any]) -> Iterator[dict[str, Shape]]:
-    """HF names and shapes, in files of `SHARD_BYTES` or a little more."""
+def _shards(config: dict[str, Any], shard_bytes: int) -> Iterator[dict[str, Shape]]:
+    """HF names and shapes, for each file."""
     shard: dict[str, Shape] = {}
     size = 0
     for parameter in parameters(parse_model_config(config)):
         shard |= parameter.parts
         size += 2 * parameter.numel
-        if size >= SHARD_BYTES:
+        if size >= shard_bytes:
             yield shard
             shard, size = {}, 0
     if shard:

@@ -1,0 +1,105 @@
+"""Markdown tables of a comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from bench.comparison import OURS, Comparison, Result, median
+from bench.workloads import Workload, workloads
+
+TIMED = {
+    "output_tok_s": "tokens/s",
+    "trajectories_s": "trajectories/s",
+    "tpot_ms": "ms a token",
+    "first_token_ms": "first tokens, ms",
+}
+SHOWN = ("torch", "cuda", "flashinfer-python", "triton", "transformers")
+"""Versions worth a reader's time; the files hold more."""
+DERIVED = {"gb_s": "GB/s", "floor_share": "share of the floor"}
+
+
+def summary(comparison: Comparison) -> str:
+    """A line a workload: tokens/s of each peer and of ours, and how they stand to each other."""
+    peers, metric = comparison.peers, "output_tok_s"
+    head = ["workload", "prompt / output / rows", *peers, OURS, *(f"/ {peer}" for peer in peers)]
+    rows = [[*head, "over ZeroMQ", *DERIVED.values()]]
+    for name in comparison.workloads:
+        ours, worker = comparison.result(name), comparison.result(name, driver="zmq")
+        rates = [median(comparison.result(name, peer), metric) for peer in peers]
+        rate = median(ours, metric)
+        ratios = [f"{rate / peer:.2f}" if rate and peer else "" for peer in rates]
+        through = median(worker, metric)
+        told = f"{number(through)} ({100 * (through / rate - 1):+.1f} %)" if through and rate else number(through)
+        cells = [name, describe(workloads().get(name)), *map(number, rates), f"**{number(rate)}**" if rate else ""]
+        rows.append([*cells, *ratios, told, number(median(ours, "gb_s")), _percent(median(ours, "floor_share"))])
+    return f"{_table(rows)}\n\n{provenance(comparison)}"
+
+
+def provenance(comparison: Comparison) -> str:
+    """Where each engine's figures come from: commits and versions."""
+    lines = []
+    for engine in [OURS, *comparison.peers]:
+        results = [r for name in comparison.workloads for r in comparison.of(name) if r["engine"] == engine]
+        versions = {", ".join(f"{k} {v}" for k, v in r.get("versions", {}).items() if k in SHOWN) for r in results}
+        if results:
+            sources = ", ".join(dict.fromkeys(map(_source, results)))
+            lines.append(f"{engine}: {sources} ({'; '.join(sorted(versions))}).")
+    return "\n".join(lines)
+
+
+def details(comparison: Comparison) -> str:
+    """A line a result: every metric, the spread of what was timed, and of which sources it is."""
+    rows = [["workload", "engine", *TIMED.values(), *DERIVED.values(), "commit"]]
+    for name in comparison.workloads:
+        for result in comparison.of(name):
+            through = " over ZeroMQ" if result.get("driver") == "zmq" else ""
+            timed = [_with_spread(result["metrics"].get(metric)) for metric in TIMED]
+            derived = [number(median(result, "gb_s")), _percent(median(result, "floor_share"))]
+            rows.append([name, result["engine"] + through, *timed, *derived, _source(result)])
+    return _table(rows)
+
+
+def describe(workload: Workload | None) -> str:
+    """Prompt / output / rows of a flat one; groups, samples and turns of another."""
+    if workload is None:
+        return ""
+    law = ", T=1" if workload.temperature else ""
+    turns = sorted({len(turns) for turns in workload.groups})
+    if turns != [1]:
+        count = "-".join(map(str, dict.fromkeys((turns[0], turns[-1]))))
+        return f"{len(workload.groups)} groups x {workload.samples}, {count} turns{law}"
+    prompts = sorted({turn.appended for (turn,) in workload.groups})
+    return f"{' and '.join(map(str, prompts))} / {workload.groups[0][0].sampled} / {workload.concurrency}{law}"
+
+
+def number(value: float | None) -> str:
+    """Whole from a thousand on, else four digits; "" for None."""
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.0f} %"
+
+
+def _with_spread(metric: dict[str, Any] | None) -> str:
+    """The median, and the least and most of the runs where there are several."""
+    if metric is None:
+        return ""
+    runs = metric["runs"]
+    spread = f" ({number(min(runs))} to {number(max(runs))})" if len(runs) > 1 else ""
+    return number(metric["median"]) + spread
+
+
+def _source(result: Result) -> str:
+    if result.get("measured") == "elsewhere":
+        return "measured elsewhere"
+    dirty = "" if result.get("clean") else ", not clean"
+    return str(result.get("commit", ""))[:10] + dirty
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([lines[0], "|" + " --- |" * len(rows[0]), *lines[1:]])
