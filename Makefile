@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: help demo chat test check format bench stress gpu-test clean
+.PHONY: help demo chat test check format bench report stress gpu-test clean
 
 help:  ## say what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -38,6 +38,9 @@ bench: .venv/installed  ## CPU speed: engine against transformers, host side alo
 	$(BIN)/python -m bench.cpu
 	$(BIN)/python -m bench.scheduler
 	$(BIN)/python -m bench.wire
+
+report: .venv/installed  ## draw what is in bench/results into README.md, docs/performance.md and docs/figures
+	$(BIN)/python -m bench.report
 
 stress: .venv/installed  ## what is too long for `make test`
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m stress --timeout 1800
