@@ -83,6 +83,15 @@ def test_a_slot_that_starts_again_forgets_its_former_law() -> None:
         assert torch.equal(again.logprobs, fresh.logprobs)
 
 
+def test_slots_that_no_longer_ask_give_their_rows_back() -> None:
+    """Counts and offsets are dense rows over the vocabulary: one slot at a time asks, so one row of each is enough."""
+    sampler = sampler_of([LAWS["plain"]] * 3)
+    for slot in (0, 1, 2, 0, 1):
+        sampler.start(SlotStart(slot, LAWS["all"], PROMPT, SAMPLED, MODES, 0))
+        sampler.start(SlotStart(slot, LAWS["plain"], PROMPT, SAMPLED, MODES, 0))
+    assert len(sampler._penalties._counts.table) == len(sampler._offsets.table) == 1
+
+
 # --- greedy ---
 
 
