@@ -17,22 +17,8 @@ from engine.memory import Memory
 from engine.request import IntArray
 from engine.step import SlotStart, StepPlan
 
-_INT64: np.dtype[np.int64] = np.dtype(np.int64)
-_INT32: np.dtype[np.int32] = np.dtype(np.int32)
-FIELDS: dict[str, np.dtype[np.int64] | np.dtype[np.int32]] = {
-    "token_ids": _INT64,
-    "positions": _INT64,
-    "write_slots": _INT64,
-    "slots": _INT64,
-    "kv_lens": _INT32,
-    "block_indptr": _INT32,
-    "block_ids": _INT32,
-    "sample_tokens": _INT64,
-    "sample_slots": _INT64,
-}
-"""The device's arrays in the order in which they lie in the buffer, each from a multiple of 16 bytes."""
-
 _ALIGNMENT = 16
+"""Bytes; each array of a packed step starts at a multiple of this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +84,15 @@ class StepBuffer:
 
     def __init__(self, max_rows: int, max_tokens: int, max_blocks: int, memory: Memory) -> None:
         """max_blocks: entries of a step's block table, max_rows times the blocks of the longest request."""
-        most = dict.fromkeys(("token_ids", "positions", "write_slots"), max_tokens)
-        most |= {"block_indptr": max_rows + 1, "block_ids": max_blocks}
-        capacity = sum(_padded(most.get(name, max_rows) * dtype.itemsize) for name, dtype in FIELDS.items())
-        self._host = memory.allocate(capacity, "step input", host=True)
-        on_host = memory.device.type == "cpu"
-        self._device = self._host if on_host else memory.allocate(capacity, "step input")
+        words = 3 * max_tokens + 3 * max_rows
+        halves = 2 * max_rows + 1 + max_blocks
+        capacity = 8 * words + 4 * halves + 9 * _ALIGNMENT
+        capacity += -capacity % 8
+        host = memory.allocate(capacity, "step input", host=True)
+        device = host if memory.device.type == "cpu" else memory.allocate(capacity, "step input")
+        self._host, self._device = host, device
+        self._host64, self._device64 = host.view(torch.int64).numpy(), device.view(torch.int64)
+        self._host32, self._device32 = host.view(torch.int32).numpy(), device.view(torch.int32)
 
     def pack(self, plan: StepPlan) -> StepInput:
         """Write a plan into the buffer. The result reads this memory until the buffer is packed again."""
@@ -115,17 +104,27 @@ class StepBuffer:
         blocks = plan.block_ids[plan.block_indptr[row] + positions // BLOCK_SIZE].astype(np.int64)
         kv_lens = plan.context_lens + plan.query_lens
         sampling = np.flatnonzero(plan.samples)
-        views = self._write(
+        views, end = self._write(
+            0,
+            self._host64,
+            self._device64,
             token_ids=plan.token_ids,
             positions=positions,
             write_slots=blocks * BLOCK_SIZE + positions % BLOCK_SIZE,
             slots=plan.slots,
-            kv_lens=kv_lens,
-            block_indptr=plan.block_indptr,
-            block_ids=plan.block_ids,
             sample_tokens=ends[sampling] - 1,
             sample_slots=plan.slots[sampling],
         )
+        narrow, end = self._write(
+            end,
+            self._host32,
+            self._device32,
+            kv_lens=kv_lens,
+            block_indptr=plan.block_indptr,
+            block_ids=plan.block_ids,
+        )
+        if self._device is not self._host:
+            self._device[:end].copy_(self._host[:end], non_blocking=True)
         return StepInput(
             num_decode=decodes,
             num_tokens=plan.num_tokens,
@@ -143,26 +142,20 @@ class StepBuffer:
             host_sample_slots=plan.slots[sampling],
             host_sample_positions=kv_lens[sampling].astype(np.int32),
             **views,
+            **narrow,
         )
 
-    def _write(self, **arrays: npt.NDArray[np.integer]) -> dict[str, torch.Tensor]:
-        """Lay the arrays one after the other, copy them over together, and return the device's views."""
-        host = self._host.numpy()
-        spans, end = {}, 0
-        for name, dtype in FIELDS.items():
-            start, stop = end, end + len(arrays[name]) * dtype.itemsize
-            end = start + _padded(stop - start)
-            if end > len(host):
-                raise ValueError(f"the plan is too large for its buffer: {name} ends at byte {end} of {len(host)}")
-            host[start:stop].view(dtype)[:] = arrays[name]
-            spans[name] = (start, stop)
-        if self._device is not self._host:
-            self._device[:end].copy_(self._host[:end], non_blocking=True)
-        kinds = {8: torch.int64, 4: torch.int32}
-        return {
-            name: self._device[start:stop].view(kinds[FIELDS[name].itemsize]) for name, (start, stop) in spans.items()
-        }
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    def _write(
+        self, end: int, host: npt.NDArray[np.integer], device: torch.Tensor, **arrays: npt.NDArray[np.integer]
+    ) -> tuple[dict[str, torch.Tensor], int]:
+        """Lay arrays of one dtype one after the other from byte `end` on; the device's views of them, and their end."""
+        size, views = host.itemsize, {}
+        at = end // size
+        for name, array in arrays.items():
+            stop = at + len(array)
+            if stop > len(host):
+                raise ValueError(f"the plan is too large for its buffer: {name} ends at {stop} of {len(host)}")
+            host[at:stop] = array
+            views[name] = device.narrow(0, at, len(array))
+            at = stop + -stop % (_ALIGNMENT // size)
+        return views, at * size
