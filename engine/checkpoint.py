@@ -22,6 +22,7 @@ from engine.safetensors_file import Entry, SafetensorsFile, check_sum
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+SHARDS = "model-*-of-*.safetensors"
 SOURCE_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 SCRATCH_BYTES = 16 * 1024 * 1024
 
@@ -49,6 +50,8 @@ def find_files(path: Path) -> Files:
     found = tuple(sorted(path.glob("*.safetensors")))
     if not found:
         raise WeightsIncomplete(f"{path}: holds no safetensors file", field=path.name)
+    if path / SINGLE in found and not any(path.glob(SHARDS)):
+        return Files((path / SINGLE,), None)
     if len(found) > 1:
         names = ", ".join(file.name for file in found)
         raise WeightsIncomplete(f"{path}: holds several safetensors files ({names}) but no {INDEX}", field=INDEX)

@@ -290,6 +290,20 @@ def test_an_index_beside_a_single_file_is_ambiguous(sharded: Path) -> None:
     assert refusal(sharded, WeightsInvalid).field == INDEX
 
 
+def test_a_file_of_something_else_beside_a_single_file(tmp_path: Path, sharded: Path) -> None:
+    """Like an optimizer's; but not what may be shards of the weights."""
+    path = write_rand(tmp_path / "m")
+    save_file({"step": torch.ones(1)}, path / "optimizer.safetensors")
+    read(path, arena_of(path))
+    save_file(load_file(sharded / SHARD), path / SHARD)
+    assert refusal(path, WeightsIncomplete).field == INDEX
+    (path / SHARD).unlink()
+    (path / "model.safetensors").rename(path / "weights.safetensors")
+    assert refusal(path, WeightsIncomplete).field == INDEX
+    (path / "optimizer.safetensors").unlink()
+    read(path, arena_of(path))
+
+
 def test_a_tensor_in_two_shards_is_refused(sharded: Path) -> None:
     first = sharded / "model-00001-of-00003.safetensors"
     save_file(load_file(first) | {"model.norm.weight": torch.ones(64)}, first)
