@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from hashlib import sha256
+from hashlib import file_digest
 from pathlib import Path
 
 import torch
@@ -86,7 +86,8 @@ def _check_other_file(path: Path, name: str, checksum: str) -> None:
     """The checksum of a small file beside the weights; that of a weights file comes with reading it."""
     if Path(name).name != name or not (path / name).is_file():
         raise WeightsInvalid(f"{path}: a checksum is given for {name}, which is no file of it", field=name)
-    check_sum(path / name, sha256((path / name).read_bytes()).hexdigest(), checksum)
+    with (path / name).open("rb") as file:
+        check_sum(path / name, file_digest(file, "sha256").hexdigest(), checksum)
 
 
 def _read_index(index: Path) -> dict[str, Path]:
