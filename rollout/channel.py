@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import socket
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import zmq
 
@@ -49,9 +51,13 @@ class Channel:
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(heartbeat_timeout * 1000)))
         if curve:
             curve.protect(self._socket)
+        self._file = _socket_file(address)
         try:
+            if self._file is not None and _served(self._file):
+                raise zmq.ZMQError(errno.EADDRINUSE)
             self._socket.bind(f"{address[:-1]}*" if address.endswith(":0") else address)
         except zmq.ZMQError as error:
+            self._file = None
             self.close(linger=0.0)
             raise BindError(_bind_advice(address, error)) from None
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
@@ -86,6 +92,9 @@ class Channel:
         if self._guard is not None:
             self._guard.stop()
         self._context.term()
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
+            self._file = None
 
     def _read_soon(self) -> None:
         # The descriptor is edge-triggered, and any call on the socket may take the edge: look again after each.
@@ -105,6 +114,22 @@ class Channel:
             self.rx_bytes += sum(len(frame) for frame in frames)
             self._receive(peer.bytes, frames)
         self._read_soon()
+
+
+def _socket_file(address: str) -> Path | None:
+    """The file of an ipc address, except where libzmq makes one up or the name is an abstract one."""
+    path = address.removeprefix("ipc://")
+    return Path(path) if path != address and path != "*" and not path.startswith("@") else None
+
+
+def _served(file: Path) -> bool:
+    """Does somebody listen on it? libzmq would take a file over, from a live worker as well as from a dead one."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(file))
+        except OSError:
+            return False
+    return True
 
 
 def _bind_advice(address: str, error: zmq.ZMQError) -> str:

@@ -31,7 +31,6 @@ class Handlers:
             requests.SubmitBatch: self._submit,
             requests.Continue: self._continue,
             requests.Cancel: self._cancel,
-            requests.Ack: self._ack,
             requests.PrepareWeightsRequest: self._prepare_weights,
             requests.CommitWeightsRequest: self._commit_weights,
             requests.AbortWeightsRequest: self._abort_weights,
@@ -50,6 +49,9 @@ class Handlers:
         try:
             if isinstance(request, requests.Hello):
                 self._hello(peer, request)
+                return
+            if isinstance(request, requests.Ack):
+                self._ack(peer, request)
                 return
             connection = self._service.sessions.connection(peer)
             if connection is None:
@@ -83,6 +85,15 @@ class Handlers:
         service.reply(peer, welcome)
         service.sessions.redeliver(connection)
 
+    def _ack(self, peer: bytes, request: requests.Ack) -> None:
+        """Has no reply. The last one of a client that has left may come after its connection was found broken."""
+        connection = self._service.sessions.connection(peer)
+        session = connection.session if connection else self._service.sessions.last_of(peer)
+        if connection is not None:
+            connection.sender.received(request.received_bytes)
+        if session is not None:
+            self._service.batches.acknowledge(session, request.trajectory_ids)
+
     def _submit(self, connection: Connection, request: requests.SubmitBatch) -> None:
         service = self._service
         self._refuse_new_work()
@@ -97,10 +108,6 @@ class Handlers:
 
     def _cancel(self, connection: Connection, request: requests.Cancel) -> Ok:
         return Ok(id=request.id, detail=self._service.batches.cancel(connection.session, request))
-
-    def _ack(self, connection: Connection, request: requests.Ack) -> None:
-        connection.sender.received(request.received_bytes)
-        self._service.batches.acknowledge(connection.session, request.trajectory_ids)
 
     def _prepare_weights(self, connection: Connection, request: requests.PrepareWeightsRequest) -> None:
         self._refuse_new_work(even_draining=True)

@@ -98,6 +98,10 @@ class Sessions:
     def connection(self, peer: bytes) -> Connection | None:
         return self._connections.get(peer)
 
+    def last_of(self, peer: bytes) -> Session | None:
+        """The session that was served on this identity, though its connection may be gone."""
+        return next((session for session in self._sessions.values() if session.peer == peer), None)
+
     def greet(self, peer: bytes, client: str, token: str | None) -> tuple[Connection, bool]:
         """A `hello`: the connection, and whether the session asked for was found. Nothing is sent yet."""
         session = self._sessions.get(token or "")

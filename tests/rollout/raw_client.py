@@ -56,7 +56,7 @@ class RawClient:
         self.close()
 
     def close(self) -> None:
-        self.socket.close(linger=0)
+        self.socket.close(linger=500)
         self.context.term()
 
     # Out.

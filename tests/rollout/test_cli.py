@@ -160,6 +160,18 @@ def test_an_address_that_cannot_be_bound_says_what_one_looks_like(address: str) 
         channel(address)
 
 
+def test_an_ipc_address_in_use_says_so_and_one_left_by_a_dead_worker_is_taken(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/worker"
+    first = channel(address)
+    with pytest.raises(BindError, match="is in use"):
+        channel(address)
+    first.close(0.0)
+    assert not list(tmp_path.iterdir())
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(tmp_path / "worker"))
+    channel(address).close(0.0)
+
+
 def test_a_port_that_something_else_has_taken_says_so() -> None:
     other = socket.create_server(("127.0.0.1", 0))
     with contextlib.closing(other), pytest.raises(BindError, match="in use"):

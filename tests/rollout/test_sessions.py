@@ -38,11 +38,13 @@ def wire(served: WorkerThread) -> dict[str, float]:
 # Hello.
 
 
-@pytest.mark.parametrize("kind", ["ping", "status", "submit", "ack", "cancel", "score"])
+@pytest.mark.parametrize("kind", ["ping", "status", "submit", "cancel", "score", "drain"])
 def test_everything_but_hello_is_not_ready_before_hello(kind: str) -> None:
     fields: dict[str, Any] = {}
     if kind == "submit":
         fields = {"batch_id": "b", "groups": [group()]}
+    if kind == "drain":
+        fields = {"timeout_s": 1.0}
     if kind == "score":
         fields = {"sequences": [np.array([1], np.int32)]}
     with worker() as served, RawClient(served.address) as client:
@@ -75,6 +77,28 @@ def test_an_unknown_token_opens_a_new_session_and_says_so() -> None:
         welcome = client.hello(session="f" * 32)
         assert not welcome["resumed"]
         assert welcome["session"] != "f" * 32
+
+
+def test_an_ack_has_no_reply_even_before_hello() -> None:
+    with worker() as served, RawClient(served.address) as client:
+        client.send("ack", trajectory_ids=["x"])
+        assert client.hello()["type"] == "welcome"
+        client.send("ack", trajectory_ids=["x"])
+        client.call("ping")
+        assert client.waiting == []
+
+
+def test_the_last_ack_of_a_client_that_left_counts() -> None:
+    with worker() as served:
+        client = RawClient(served.address, identity=b"c")
+        client.hello()
+        submit(client, group())
+        client.record(ack=False)
+        served.call(lambda service: service.sessions.gone(b"c"))
+        client.send("ack", trajectory_ids=["g.0"])
+        eventually(lambda: served.service.batches.results == 0)
+        assert client.call("ping")["error"]["code"] == "not_ready"
+        client.close()
 
 
 # Coming back.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -125,7 +124,8 @@ def eventually(condition: Callable[[], bool], timeout: float = 10.0) -> None:
 class WorkerProcess:
     """`python -m <module>` with a ready file; stderr is kept. stop: SIGTERM, and the exit code."""
 
-    def __init__(self, module: str, *arguments: str, folder: Path, env: dict[str, str] | None = None) -> None:
+    def __init__(self, module: str, *arguments: str, folder: Path, ipc: bool = False) -> None:
+        bind = f"ipc://{folder}/worker.ipc" if ipc else "tcp://127.0.0.1:0"
         self._ready_file = folder / "ready.json"
         self._ready_file.unlink(missing_ok=True)
         self._log = (folder / "worker.log").open("w+")
@@ -135,13 +135,12 @@ class WorkerProcess:
                 "-m",
                 module,
                 "--bind",
-                "tcp://127.0.0.1:0",
+                bind,
                 "--ready-file",
                 str(self._ready_file),
                 *arguments,
             ],
             cwd=ROOT,
-            env={**os.environ, **(env or {})},
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
