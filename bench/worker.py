@@ -53,6 +53,9 @@ class WorkerDriver:
     def __call__(self, workload: Workload, seed: int) -> Run:
         return asyncio.run(self._run(workload, seed))
 
+    def close(self) -> None:
+        asyncio.run(self._client.close())
+
     async def _run(self, workload: Workload, seed: int) -> Run:
         vocab_size = (await self._client.connect()).model.vocab_size
         found = {_name(workload, seed, job): job for job in jobs(workload, seed)}
@@ -132,15 +135,14 @@ def _measure(
 ) -> list[dict[str, Any]]:
     reads = Reads.of(model, DTYPES[args.dtype].itemsize)
     bandwidth = COPY_BANDWIDTH.get(device_name(args.device))
-    client = AsyncRolloutClient(address, name="bench")
-    drive = WorkerDriver(client, remote=args.turns == "continue")
+    drive = WorkerDriver(AsyncRolloutClient(address, name="bench"), remote=args.turns == "continue")
     results = []
     for work in works:
         result = record("rollout-worker", "zmq", work, model, args.device, args.dtype, settings)
         result |= measure(work, drive, args.runs, reads, bandwidth, seed=args.seed)
         save(result, args.json_dir)
         results.append(result)
-    asyncio.run(client.close())
+    drive.close()
     return results
 
 
