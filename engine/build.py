@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from engine.attention.torch_paged import TorchPagedAttention
-from engine.config import EngineConfig
+from engine.config import BLOCK_SIZE, EngineConfig
 from engine.engine import Engine
 from engine.errors import EngineError
-from engine.memory import KVPool, Memory, kv_blocks_in, kv_bytes_per_block
+from engine.handle import EngineInfo
+from engine.kv_size import kv_blocks_in, kv_bytes_per_block
+from engine.memory import KVPool, Memory
 from engine.model import build_model
 from engine.model_config import ModelConfig, read_model_config
 from engine.ops import TorchOps
@@ -36,6 +38,17 @@ class LoadedEngine:
     model_config: ModelConfig
     memory: Memory
     kv: KVPool
+
+    @property
+    def info(self) -> EngineInfo:
+        return EngineInfo(
+            model=self.model_config,
+            weight_version=self.engine.weight_version,
+            weight_digest=self.weights.digest,
+            kv_tokens=(self.kv.num_blocks - 1) * BLOCK_SIZE,
+            memory=tuple((item.device, item.tag, item.nbytes) for item in self.memory.allocations),
+            torch=str(torch.__version__),
+        )
 
 
 def load_engine(

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from engine.model_config import ModelConfig
 from engine.request import Completion, Failure, FinishReason, Request
 from engine.step import WeightsInfo
 
@@ -128,6 +129,22 @@ class Report:
     weights: tuple[WeightsReport, ...] = ()
     stats: EngineStats = EngineStats()
     died: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What was built, for whoever owns the handle.
+
+    kv_tokens: what the KV pool holds. memory: what was taken at start, as (device, tag, bytes), in that order.
+    torch: its version, where the engine runs.
+    """
+
+    model: ModelConfig
+    weight_version: int
+    weight_digest: str
+    kv_tokens: int
+    memory: tuple[tuple[str, str, int], ...]
+    torch: str
 
 
 class EngineHandle(Protocol):

@@ -12,6 +12,7 @@ import torch
 
 from engine.config import BLOCK_SIZE
 from engine.errors import OutOfMemory
+from engine.kv_size import kv_bytes_per_block
 from engine.model_config import ModelConfig
 
 ALIGNMENT = 256
@@ -58,23 +59,6 @@ class Memory:
         ]
         lines = [f"{item.device:5} {item.tag:24} {item.nbytes / 1e6:12,.1f} MB" for item in self.allocations + sums]
         return "\n".join(lines)
-
-
-def kv_bytes_per_block(config: ModelConfig, itemsize: int) -> int:
-    """Bytes of one block of `BLOCK_SIZE` tokens: K and V of every layer."""
-    return 2 * config.num_layers * BLOCK_SIZE * config.num_kv_heads * config.head_dim * itemsize
-
-
-def kv_blocks_in(budget: int, config: ModelConfig, itemsize: int) -> int:
-    """How many blocks fit in `budget` bytes, the dummy block included. At least 2, else `OutOfMemory`."""
-    blocks = budget // kv_bytes_per_block(config, itemsize)
-    if blocks < 2:
-        raise OutOfMemory(
-            f"a KV pool of {budget:,} bytes holds {blocks} blocks of {kv_bytes_per_block(config, itemsize):,} bytes; "
-            "at least 2 are needed",
-            field="kv_bytes",
-        )
-    return blocks
 
 
 class KVPool:

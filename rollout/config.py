@@ -42,7 +42,7 @@ class WorkerConfig(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="ROLLOUT_WORKER_", frozen=True, extra="forbid")
 
     weights: Path = option(..., "model", "checkpoint directory (safetensors, config.json, tokenizer.json)")
-    device: Literal["cpu"] = option("cpu", "model", "where the model runs")
+    device: Literal["cpu", "cuda"] = option("cpu", "model", "where the model runs")
     dtype: Literal["float32", "bfloat16"] = option("float32", "model", "of weights and KV cache")
     weight_version: int = option(0, "model", "version of the weights loaded at start", ge=-(2**63), lt=2**63)
 
@@ -57,6 +57,11 @@ class WorkerConfig(BaseSettings):
     kv_memory: Bytes | None = option(None, "engine", "KV cache, instead of --kv-tokens", unit="bytes, or 2GiB")
     prefix_cache: bool = option(True, "engine", "share the KV of equal prefixes")
     overlap: bool = option(True, "engine", "launch a step before the result of the one before is read")
+    engine_process: Literal["auto", "thread", "process"] = option(
+        "auto",
+        "engine",
+        "run the engine in a thread of the worker or in a process that nothing else slows; auto: process on cuda",
+    )
 
     bind: str = option("tcp://127.0.0.1:5555", "address", "ZeroMQ address; port 0 is chosen by the system")
     curve_secret: Path | None = option(
@@ -106,6 +111,11 @@ class WorkerConfig(BaseSettings):
                 f"--max-step-tokens {self.max_step_tokens} must be at least --max-running {self.max_running}"
             )
         return self
+
+    @property
+    def in_process(self) -> bool:
+        """Does the engine run in a process of its own?"""
+        return self.engine_process == "process" or (self.engine_process == "auto" and self.device == "cuda")
 
     @property
     def limits(self) -> Limits:

@@ -1,4 +1,7 @@
-"""The real engine over a checkpoint, as the worker's options ask for it. Imports torch."""
+"""The real engine over a checkpoint, as the worker's options ask for it.
+
+Where the engine has a process of its own, only that one imports torch.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,15 @@ import os
 import platform
 from collections import Counter
 
-import torch
 import zmq
 
-from engine.build import DTYPES, LoadedEngine, load_engine
 from engine.config import BLOCK_SIZE, EngineConfig
 from engine.errors import EngineError
-from engine.memory import kv_blocks_in
+from engine.handle import EngineHandle, EngineInfo
+from engine.kv_size import kv_blocks_in
 from engine.model_config import ModelConfig, read_model_config
+from engine.process import ProcessEngine
+from engine.recipe import EngineRecipe
 from engine.thread import ThreadEngine
 from protocols.fields import ModelInfo
 from rollout.config import WorkerConfig
@@ -25,6 +29,7 @@ from rollout.tokenizer import Tokenizer
 
 DEFAULT_CONTEXT = 4096
 """Longest trajectory, in tokens, where neither the options nor the checkpoint ask for less."""
+ITEMSIZE = {"float32": 4, "bfloat16": 2}
 
 
 def load(config: WorkerConfig) -> Loaded:
@@ -41,57 +46,78 @@ def load(config: WorkerConfig) -> Loaded:
             prefix_cache=config.prefix_cache,
         )
         blocks = _blocks(config, engine_config, model_config)
-        # What cannot fit into the whole cache, even alone, is to be refused at submit.
-        context = min(engine_config.max_context, (blocks - 1) * BLOCK_SIZE)
-        loaded = load_engine(
-            config.weights,
-            dataclasses.replace(engine_config, max_context=context),
-            dtype=config.dtype,
-            device=config.device,
-            num_blocks=blocks,
-            token_bytes=tokenizer.token_bytes(model_config.vocab_size) if tokenizer else None,
-            weight_version=config.weight_version,
+        if blocks is not None:
+            # What cannot fit into the whole cache, even alone, is to be refused at submit.
+            context = min(engine_config.max_context, (blocks - 1) * BLOCK_SIZE)
+            engine_config = dataclasses.replace(engine_config, max_context=context)
+        recipe = EngineRecipe(
+            {
+                "path": config.weights,
+                "config": engine_config,
+                "dtype": config.dtype,
+                "device": config.device,
+                "num_blocks": blocks,
+                "token_bytes": tokenizer.token_bytes(model_config.vocab_size) if tokenizer else None,
+                "weight_version": config.weight_version,
+            }
         )
+        handle, info = _in_process(recipe) if config.in_process else _in_thread(recipe)
     except (EngineError, ImportError, OSError, ValueError) as error:
         raise StartError(str(error)) from error
     model = ModelInfo(
-        architecture=model_config.architecture,
+        architecture=info.model.architecture,
         dtype=config.dtype,
-        vocab_size=model_config.vocab_size,
-        max_context=context,
-        eos_ids=model_config.eos_ids,
+        vocab_size=info.model.vocab_size,
+        max_context=min(engine_config.max_context, info.kv_tokens),
+        eos_ids=info.model.eos_ids,
         tokenizer_hash=tokenizer.hash if tokenizer else None,
     )
-    served = Served(model, config.weight_version, loaded.weights.digest, registry, tokenizer)
-    return Loaded(ThreadEngine(loaded.engine, loaded.weights), served, _summary(config, loaded, served))
+    served = Served(model, info.weight_version, info.weight_digest, registry, tokenizer)
+    return Loaded(handle, served, _summary(config, info, served))
 
 
-def _blocks(config: WorkerConfig, engine: EngineConfig, model: ModelConfig) -> int:
-    """KV blocks, the dummy included: as asked for, or what all slots can need within half of free memory."""
+def _in_process(recipe: EngineRecipe) -> tuple[EngineHandle, EngineInfo]:
+    engine = ProcessEngine(recipe)
+    return engine, engine.info
+
+
+def _in_thread(recipe: EngineRecipe) -> tuple[EngineHandle, EngineInfo]:
+    built = recipe.build()
+    return ThreadEngine(built.engine, built.weights), built.info
+
+
+def _blocks(config: WorkerConfig, engine: EngineConfig, model: ModelConfig) -> int | None:
+    """KV blocks, the dummy included: as asked for, or what all slots can need within half of free memory.
+
+    None: what a GPU has left is known once everything else is on it.
+    """
     if config.kv_tokens is not None:
         return -(-config.kv_tokens // BLOCK_SIZE) + 1
-    itemsize = DTYPES[config.dtype].itemsize
+    itemsize = ITEMSIZE[config.dtype]
     if config.kv_memory is not None:
         return kv_blocks_in(config.kv_memory, model, itemsize)
+    if config.device == "cuda":
+        return None
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min(engine.max_running * engine.max_blocks_per_request + 1, kv_blocks_in(free // 2, model, itemsize))
 
 
-def _summary(config: WorkerConfig, loaded: LoadedEngine, served: Served) -> tuple[str, ...]:
-    model, capacity = served.model, (loaded.kv.num_blocks - 1) * BLOCK_SIZE
+def _summary(config: WorkerConfig, info: EngineInfo, served: Served) -> tuple[str, ...]:
+    model = served.model
+    place = f"{config.device}, in {'a process of its own' if config.in_process else 'a thread'}"
     return (
-        f"model    {config.weights}: {model.architecture}, {model.dtype} on {config.device}, {model.vocab_size} ids",
+        f"model    {config.weights}: {model.architecture}, {model.dtype} on {place}, {model.vocab_size} ids",
         f"weights  version {served.weight_version}, {served.weight_digest}",
-        f"KV cache {capacity} tokens; {config.max_running} requests at once, context {model.max_context}",
-        f"memory   {', '.join(f'{tag} {size / 1e6:,.1f} MB' for tag, size in _memory(loaded))}",
+        f"KV cache {info.kv_tokens} tokens; {config.max_running} requests at once, context {model.max_context}",
+        f"memory   {', '.join(f'{tag} {size / 1e6:,.1f} MB' for tag, size in _memory(info))}",
         f"envs     {', '.join(served.environments.names)}",
-        f"versions Python {platform.python_version()}, torch {torch.__version__}, libzmq {zmq.zmq_version()}",
+        f"versions Python {platform.python_version()}, torch {info.torch}, libzmq {zmq.zmq_version()}",
     )
 
 
-def _memory(loaded: LoadedEngine) -> list[tuple[str, int]]:
+def _memory(info: EngineInfo) -> list[tuple[str, int]]:
     """Bytes by what they are for, the largest first."""
     sizes: Counter[str] = Counter()
-    for allocation in loaded.memory.allocations:
-        sizes[allocation.tag] += allocation.nbytes
+    for _, tag, size in info.memory:
+        sizes[tag] += size
     return sizes.most_common()

@@ -12,7 +12,7 @@ import torch
 from engine.build import load_engine
 from engine.config import EngineConfig
 from engine.errors import EngineError, OutOfMemory, WeightsError, WeightsIncomplete, WeightsInvalid
-from engine.memory import kv_bytes_per_block
+from engine.kv_size import kv_bytes_per_block
 from tests.engine.serve import ask, serve
 from tests.rigs import RandModel, write_rand
 

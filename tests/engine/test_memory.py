@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from engine.errors import OutOfMemory
-from engine.memory import KVPool, Memory, kv_blocks_in, kv_bytes_per_block
+from engine.kv_size import kv_blocks_in, kv_bytes_per_block
+from engine.memory import KVPool, Memory
 from engine.model_config import parse_model_config
 from tests.rigs import RandModel
 
