@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import random
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -36,12 +37,9 @@ from bench.workloads import Job, Workload, jobs
 from engine.build import DTYPES, load_engine
 from engine.config import BLOCK_SIZE, EngineConfig
 from engine.engine import Engine
-from engine.memory import kv_bytes_per_block
+from engine.kv_size import kv_bytes_per_block
 from engine.model_config import ModelConfig, read_model_config
 from engine.request import Completion, Request, SamplingParams
-
-RESERVE = 12 * 10**9
-"""Bytes of a GPU left for the engine's workspaces, graphs and temporaries, beside weights and KV."""
 
 
 class Trajectory:
@@ -81,10 +79,12 @@ class Trajectory:
         return True
 
 
-def run(engine: Engine, vocab_size: int, workload: Workload, seed: int) -> Run:
-    trajectories = {
-        job.id: Trajectory(workload, job, order, vocab_size) for order, job in enumerate(jobs(workload, seed))
-    }
+def run(engine: Engine, vocab_size: int, shuffled: bool, workload: Workload, seed: int) -> Run:
+    """One run. shuffled: siblings are not neighbours, neither in the queue nor in the batch."""
+    submitted = jobs(workload, seed)
+    if shuffled:
+        random.Random(seed).shuffle(submitted)
+    trajectories = {job.id: Trajectory(workload, job, order, vocab_size) for order, job in enumerate(submitted)}
     before = asdict(engine.stats())
     gc.collect()
     start = time.perf_counter()
@@ -110,18 +110,15 @@ def engine_config(works: list[Workload], args: argparse.Namespace) -> EngineConf
     )
 
 
-def kv_bytes(asked_gb: float | None, works: list[Workload], model: ModelConfig, dtype: str, device: str) -> int:
-    """As asked for; else what the largest workload needs, and at most what the device has left."""
+def kv_bytes(asked_gb: float | None, works: list[Workload], model: ModelConfig, dtype: str, device: str) -> int | None:
+    """As asked for; else what the largest workload needs, or on a GPU None: the engine takes what it can use."""
     if asked_gb is not None:
         return int(asked_gb * 1e9)
-    itemsize = DTYPES[dtype].itemsize
-    block = kv_bytes_per_block(model, itemsize)
+    if device == "cuda":
+        return None
     # A request may hold one block that is not full, and one more while a step is in flight.
-    need = block * (1 + max(work.kv_tokens // BLOCK_SIZE + 2 * work.concurrency for work in works))
-    if not device.startswith("cuda"):
-        return need
-    free, _ = torch.cuda.mem_get_info()
-    return min(need, free - Reads.of(model, itemsize).weights - RESERVE)
+    blocks = max(work.kv_tokens // BLOCK_SIZE + 2 * work.concurrency for work in works)
+    return kv_bytes_per_block(model, DTYPES[dtype].itemsize) * (1 + blocks)
 
 
 def serve(works: list[Workload], args: argparse.Namespace, model: ModelConfig) -> list[dict[str, Any]]:
@@ -129,30 +126,37 @@ def serve(works: list[Workload], args: argparse.Namespace, model: ModelConfig) -
     config = engine_config(works, args)
     pool = kv_bytes(args.kv_gb, works, model, args.dtype, args.device)
     start = time.perf_counter()
-    loaded = load_engine(args.weights, config, dtype=args.dtype, device=args.device, kv_bytes=pool)
-    settings = asdict(config) | {"kv_bytes": pool, "load_s": round(time.perf_counter() - start, 2)}
-    print(f"loaded in {settings['load_s']} s: {config}, KV {pool / 1e9:.1f} GB", flush=True)
+    loaded = load_engine(
+        args.weights, config, dtype=args.dtype, device=args.device, kv_bytes=pool, decode_path=args.decode_path
+    )
+    load_s = round(time.perf_counter() - start, 2)
+    kv_tokens = (loaded.kv.num_blocks - 1) * BLOCK_SIZE
+    print(f"loaded in {load_s} s: {config}, KV of {kv_tokens} tokens", flush=True)
+    settings = asdict(config) | {"kv_tokens": kv_tokens, "load_s": load_s}
+    settings |= {"decode_path": args.decode_path, "shuffled": args.shuffled}
+    drive = partial(run, loaded.engine, model.vocab_size, args.shuffled)
     reads = Reads.of(model, DTYPES[args.dtype].itemsize)
     bandwidth = COPY_BANDWIDTH.get(device_name(args.device))
     results = []
     for work in works:
         result = record("rollout-worker", "bare", work, model, args.device, args.dtype, settings)
-        result |= measure(
-            work, partial(run, loaded.engine, model.vocab_size), args.runs, reads, bandwidth, seed=args.seed
-        )
+        result |= measure(work, drive, args.runs, reads, bandwidth, seed=args.seed)
         save(result, args.json_dir)
         results.append(result)
     return results
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = parser(__doc__).parse_args(argv)
+    options = parser(__doc__)
+    options.add_argument("--decode-path", choices=["graph", "eager"], default="graph", help="of decode on a GPU")
+    options.add_argument("--shuffled", action="store_true", help="submit siblings apart from each other")
+    args = options.parse_args(argv)
     model = read_model_config(args.weights)
     results = []
     for works in by_prefix_cache(chosen(args)):
         results += serve(works, args, model)
         gc.collect()  # an engine is a ring of references: its pool must be free before the next one's
-        if args.device.startswith("cuda"):
+        if args.device == "cuda":
             torch.cuda.empty_cache()
     print(table(results))
 

@@ -17,7 +17,7 @@ from bench.make_model import SHAPES
 from bench.workloads import Workload, workloads
 from engine.arena import parameters
 from engine.config import BLOCK_SIZE
-from engine.memory import kv_bytes_per_block
+from engine.kv_size import kv_bytes_per_block
 from engine.model_config import ModelConfig, parse_model_config
 
 COPY_BANDWIDTH = {"NVIDIA H200": 4.255e12}
@@ -160,11 +160,11 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     found.add_argument("--workload", nargs="+", required=True, choices=["all", *workloads()], metavar="NAME")
     found.add_argument("--runs", type=int, default=3, help="timed runs after the warm-up")
     found.add_argument("--seed", type=int, default=0, help="of ids and noise; a worker's cache may remember those of 0")
-    found.add_argument("--device", default="cpu")
+    found.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     found.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     found.add_argument("--max-running", type=int, help="rows of a step (default: what the workloads named need)")
     found.add_argument("--max-step-tokens", type=int, default=16384)
-    found.add_argument("--kv-gb", type=float, help="KV pool; without it what the workloads need, or what is free")
+    found.add_argument("--kv-gb", type=float, help="KV pool; without it what the workloads need, or a GPU has left")
     found.add_argument("--json-dir", type=Path, default=report_fields.ROOT / "bench" / "results")
     found.add_argument("--shrink", type=int, default=1, metavar="N", help="divide rows and lengths by N: a trial")
     return found

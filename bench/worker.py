@@ -118,23 +118,29 @@ def _lengths_ok(trajectory: Trajectory, job: Job) -> bool:
 
 def serve(works: list[Workload], args: argparse.Namespace, model: ModelConfig) -> list[dict[str, Any]]:
     """Measure these workloads on the worker named, or on one that is started for them."""
+    # A client that looks at the GPU takes a little of its memory: before the worker plans with what is free.
+    bandwidth = COPY_BANDWIDTH.get(device_name(args.device))
     settings: dict[str, Any] = {"turns": args.turns}
     if args.address is not None:
-        return _measure(works, args, model, args.address, settings)
+        return _measure(works, args, model, args.address, settings, bandwidth)
     config = engine_config(works, args)
     pool = kv_bytes(args.kv_gb, works, model, args.dtype, args.device)
     options = asdict(config) | {"kv_memory": pool, "device": args.device, "dtype": args.dtype}
     start = time.perf_counter()
     with local_worker(args.weights, start_timeout=START_S, env=[PLUGIN], log_level="warning", **options) as worker:
         settings |= options | {"start_s": round(time.perf_counter() - start, 2)}
-        return _measure(works, args, model, worker.address, settings)
+        return _measure(works, args, model, worker.address, settings, bandwidth)
 
 
 def _measure(
-    works: list[Workload], args: argparse.Namespace, model: ModelConfig, address: str, settings: dict[str, Any]
+    works: list[Workload],
+    args: argparse.Namespace,
+    model: ModelConfig,
+    address: str,
+    settings: dict[str, Any],
+    bandwidth: float | None,
 ) -> list[dict[str, Any]]:
     reads = Reads.of(model, DTYPES[args.dtype].itemsize)
-    bandwidth = COPY_BANDWIDTH.get(device_name(args.device))
     drive = WorkerDriver(AsyncRolloutClient(address, name="bench"), remote=args.turns == "continue")
     results = []
     for work in works:

@@ -73,11 +73,18 @@ def test_files_of_flat_and_of_agentic_workloads(tiny: Path, tmp_path: Path, monk
 def test_the_prefix_cache_serves_later_turns_and_siblings_but_not_the_next_run(engine: Engine) -> None:
     workload = Workload("w", ((Turn(48, 16), Turn(16, 16)),), samples=4, temperature=1.0)
     for seed in (1, 2):
-        counters = run(engine, VOCAB, workload, seed).counters
+        counters = run(engine, VOCAB, False, workload, seed).counters
         # Three siblings find two blocks of the prompt at least; every second turn finds its first four blocks.
         cached = counters["cached_prompt_tokens_total"]
         assert 3 * 32 + 4 * 48 <= cached <= 3 * 48 + 4 * 64
         assert counters["sampled_tokens_total"] == 4 * 32
+
+
+def test_shuffled_siblings_still_share_their_prompt(engine: Engine) -> None:
+    workload = Workload("w", 3 * ((Turn(48, 4), Turn(16, 4)),), samples=4, temperature=1.0)
+    result = run(engine, VOCAB, True, workload, 3)
+    assert result.lengths_ok
+    assert result.counters["cached_prompt_tokens_total"] >= 3 * 3 * 32
 
 
 def test_a_request_is_the_same_whoever_makes_it() -> None:
@@ -146,6 +153,7 @@ def test_the_engine_is_made_for_the_largest_of_its_workloads(tiny: Path) -> None
     per_token = 2 * 2 * 2 * 16 * 2
     assert kv_bytes(None, works, model, "bfloat16", "cpu") >= per_token * 64 * 1024
     assert kv_bytes(0.5, works, model, "bfloat16", "cpu") == 500_000_000
+    assert kv_bytes(None, works, model, "bfloat16", "cuda") is None
 
 
 def test_a_pool_of_that_size_preempts_nobody(tiny: Path) -> None:
@@ -153,7 +161,7 @@ def test_a_pool_of_that_size_preempts_nobody(tiny: Path) -> None:
     workload = Workload("w", tuple((Turn(17, 16 + i),) for i in range(8)))
     config = engine_config([workload], options("--max-step-tokens", "256"))
     pool = kv_bytes(None, [workload], read_model_config(tiny), "float32", "cpu")
-    result = run(load_engine(tiny, config, kv_bytes=pool).engine, VOCAB, workload, 0)
+    result = run(load_engine(tiny, config, kv_bytes=pool).engine, VOCAB, False, workload, 0)
     assert result.lengths_ok
     assert result.counters["preemptions_total"] == 0
     assert result.counters["bubbles_total"] == 0
