@@ -41,6 +41,8 @@ class Outbox:
         return iter(tuple(self._events.values()))
 
     def add(self, event: Event) -> None:
+        """The newest word on its key takes the place of an earlier one, and its place in time."""
+        self.drop(event.key)
         self._events[event.key] = event
 
     def get(self, key: Key) -> Event | None:

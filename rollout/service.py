@@ -192,10 +192,11 @@ class Service:
     def _receive(self, peer: bytes, frames: list[zmq.Frame]) -> None:
         try:
             request = decode_request([frame.buffer for frame in frames], self.limits)
-        except BadRequest as error:
+        except Exception as error:
             self._unreadable += 1
-            if error.request_id or self.sessions.connection(peer) is not None:
-                self.refuse(peer, error.request_id, error)
+            request_id = error.request_id if isinstance(error, BadRequest) else ""
+            if request_id or self.sessions.connection(peer) is not None:
+                self.refuse(peer, request_id, error)
             return
         self._handlers.handle(peer, request)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -70,9 +71,10 @@ async def _serve(config: WorkerConfig, channel: Channel, loaded: Loaded) -> int:
     _catch_signals(service)
 
     def ready() -> None:
-        for line in loaded.summary:
-            print(line)
-        print(f"ready address={channel.address} pid={os.getpid()} boot_id={service.boot_id}", flush=True)
+        lines = [*loaded.summary, f"ready address={channel.address} pid={os.getpid()} boot_id={service.boot_id}"]
+        # Whoever started the worker may have stopped listening: that is no reason not to serve.
+        with contextlib.suppress(OSError, ValueError):
+            print("\n".join(lines), flush=True)
         if config.ready_file is not None:
             write_ready_file(config.ready_file, address=channel.address, boot_id=service.boot_id)
 

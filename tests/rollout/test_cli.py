@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +11,6 @@ import pytest
 import zmq
 import zmq.auth
 
-from rollout.channel import BindError, Channel
 from rollout.cli import build_parser, parse
 from rollout.config import WorkerConfig, parse_bytes
 from rollout.curve import is_local
@@ -22,6 +19,7 @@ from rollout.local import local_worker
 from rollout.start import StartError, run_worker, write_ready_file
 from tests import rigs
 from tests.rollout.raw_client import RawClient, group
+from tests.rollout.test_channel import channel
 from tests.rollout.workers import ROOT, WorkerProcess
 
 # Options.
@@ -137,45 +135,7 @@ def test_which_addresses_stay_on_this_machine(address: str, local: bool) -> None
     assert is_local(address) is local
 
 
-# Address.
-
-
-def channel(address: str) -> Channel:
-    return Channel(address, max_frame=2**20, heartbeat_timeout=60.0)
-
-
-def test_an_address_in_use_says_so() -> None:
-    first = channel("tcp://127.0.0.1:0")
-    with pytest.raises(BindError, match=r"is in use, perhaps by another worker.*--bind"):
-        channel(first.address)
-    first.close(0.0)
-    channel(first.address).close(0.0)
-
-
-@pytest.mark.parametrize(
-    "address", ["127.0.0.1:5555", "tcp://127.0.0.1", "http://127.0.0.1:80", "tcp://no.such.host.example:1"]
-)
-def test_an_address_that_cannot_be_bound_says_what_one_looks_like(address: str) -> None:
-    with pytest.raises(BindError, match="tcp://HOST:PORT"):
-        channel(address)
-
-
-def test_an_ipc_address_in_use_says_so_and_one_left_by_a_dead_worker_is_taken(tmp_path: Path) -> None:
-    address = f"ipc://{tmp_path}/worker"
-    first = channel(address)
-    with pytest.raises(BindError, match="is in use"):
-        channel(address)
-    first.close(0.0)
-    assert not list(tmp_path.iterdir())
-    with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(str(tmp_path / "worker"))
-    channel(address).close(0.0)
-
-
-def test_a_port_that_something_else_has_taken_says_so() -> None:
-    other = socket.create_server(("127.0.0.1", 0))
-    with contextlib.closing(other), pytest.raises(BindError, match="in use"):
-        channel(f"tcp://127.0.0.1:{other.getsockname()[1]}")
+# Start.
 
 
 def test_the_ready_file_is_whole_or_not_there(tmp_path: Path) -> None:

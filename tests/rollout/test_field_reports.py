@@ -1,6 +1,6 @@
 """Faults that others have reported of systems like this one, each as a test of its kind.
 
-The number is the report's; docs/field-reports.md says where each comes from.
+The number in a name is the report's.
 """
 
 from __future__ import annotations

@@ -113,6 +113,12 @@ def on_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
     return run
 
 
+async def soon(condition: Callable[[], bool]) -> None:
+    """Let the loop work until something that nobody announces is so; `on_loop` bounds the wait."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
 def eventually(condition: Callable[[], bool], timeout: float = 10.0) -> None:
     deadline = time.monotonic() + timeout
     while not condition():
