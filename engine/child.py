@@ -45,7 +45,7 @@ Outbox = SimpleQueue[EngineInfo | EngineError | Report | LogLine | Close]
 def main(fd: int, parent: int) -> None:
     """fd: our end of the pipe. What comes over it: the recipe, the level of the root logger, then commands.
 
-    Answered by log lines at any time, once by an `EngineInfo` or an `EngineError`, and then by reports.
+    Answered by log lines at any time, once by an `EngineInfo` or an `EngineError`, then by reports, last by `Close`.
     """
     _die_with(parent)
     # Terminals and service managers signal the whole group, and the worker needs its engine in order to drain.
@@ -96,7 +96,7 @@ def _send(outbox: Outbox, pipe: Pipe) -> None:
         batch: list[Any] = []
         while not any(isinstance(item, Close) for item in batch):
             batch = taken(outbox)
-            pipe.send(condensed([item for item in batch if not isinstance(item, Close)]))
+            pipe.send(condensed(batch))
         code = 0
     except OSError:
         pass

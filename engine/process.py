@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
-from threading import Thread
+from threading import Event, Thread
 from typing import Any, Final
 
 from engine.child import LogLine
@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 
 EXIT_S: Final = 0.5
 """How long the exit code of a process may take after its end of the pipe has closed."""
-KILL_S: Final = 5.0
-"""How long a killed process may take to be gone: the driver frees the memory of the device first."""
+GONE_S: Final = 5.0
+"""How long a process that stopped may take to be gone: the driver frees the memory of the device first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,7 @@ class ProcessEngine:
         self._stats = EngineStats()
         self._deliver: Callable[[Report], None] = lambda _: None
         self._closed = False
+        self._stopped = Event()
         self._sender = Thread(target=self._send_all, name="engine commands", daemon=True)
         process: Future[subprocess.Popen[bytes]] = Future()
         ready: Future[EngineInfo] = Future()
@@ -89,18 +90,17 @@ class ProcessEngine:
         self._outbox.put(command)
 
     def close(self, timeout: float) -> bool:
-        """False if the process had to be killed."""
+        """False if the process had to be killed. Returns when it is gone, which the device's driver can draw out."""
         if not self._closed:
             self._closed = True
             self._outbox.put(Close())
             if self._sender.ident is None:
                 self._sender.start()
-        self._reader.join(timeout)
-        stopped = not self._reader.is_alive()
+        stopped = self._stopped.wait(timeout)
         if not stopped:
             self._process.kill()
-            self._reader.join(KILL_S)
-        self._sender.join(KILL_S)
+        self._reader.join(GONE_S)
+        self._sender.join(GONE_S)
         if not (self._reader.is_alive() or self._sender.is_alive()):
             self._pipe.close()
         return stopped
@@ -126,6 +126,7 @@ class ProcessEngine:
         except Exception:
             log.exception("the engine process is given up")
             process.kill()
+        self._stopped.set()
         failure = Failure("engine_dead", _end_of(process))
         if not ready.done():
             ready.set_exception(EngineError(f"{failure.message} before it was ready"))
@@ -141,6 +142,8 @@ class ProcessEngine:
                 ready.set_result(message)
             case EngineError():
                 ready.set_exception(message)
+            case Close():
+                self._stopped.set()
             case Report():
                 self._stats = message.stats
                 self._promises.keep(message)

@@ -14,6 +14,8 @@ ROOT = Path(__file__).parent.parent
 OURS = {"engine", "protocols", "rollout", "examples", "bench", "tests"}
 MAY_IMPORT = {"engine": {"engine"}, "protocols": {"protocols"}, "rollout": {"rollout", "engine", "protocols"}}
 HOST_SIDE = ("request", "config", "errors", "step", "handle", "block_pool", "scheduler", "slots", "stop", "engine")
+ELSEWHERE = ("engine.process", "engine.child", "rollout.load")
+"""Where torch would be imported twice, once by each process."""
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -43,7 +45,9 @@ def test_only_one_file_imports_flashinfer() -> None:
     assert set(users) <= {"engine/attention/flashinfer_paged.py"}
 
 
-@pytest.mark.parametrize("module", ["protocols", "rollout.client", *(f"engine.{name}" for name in HOST_SIDE)])
+@pytest.mark.parametrize(
+    "module", ["protocols", "rollout.client", *(f"engine.{name}" for name in HOST_SIDE), *ELSEWHERE]
+)
 def test_host_modules_load_without_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

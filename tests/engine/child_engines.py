@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from engine.config import EngineConfig
@@ -31,16 +32,20 @@ class Fake:
 
 
 class Runner(FakeRunner):
-    """step_s: seconds that each step takes. An id of 511 in a prompt raises."""
+    """step_s: seconds that each step takes. trace: a file that gets a byte each step. An id of 511 raises."""
 
-    def __init__(self, step_s: float, **options: Any) -> None:
+    def __init__(self, step_s: float, trace: Path | None, **options: Any) -> None:
         super().__init__(**options)
         self.step_s = step_s
+        self.trace = trace
 
     def launch(self, plan: StepPlan) -> FakeTicket:
         if (plan.token_ids == 511).any():
             raise RuntimeError("the device is lost")
         time.sleep(self.step_s)
+        if self.trace is not None:
+            with self.trace.open("ab") as file:
+                file.write(b".")
         return super().launch(plan)
 
 
@@ -53,10 +58,10 @@ class Weights(FakeWeights):
         return super().prepare(path, version, checksums)
 
 
-def fake(step_s: float = 0.0) -> Fake:
+def fake(step_s: float = 0.0, trace: Path | None = None) -> Fake:
     log.info("loading 100%")
     log.debug("not wanted")
-    runner = Runner(step_s, num_blocks=600)
+    runner = Runner(step_s, trace, num_blocks=600)
     weights = Weights(runner)
     info = EngineInfo(MODEL, 1, weights.digest, 599 * 16, (("cpu", "kv pool", 1),), "none")
     return Fake(Engine(runner, CONFIG, PIECES, weight_version=1), weights, info)

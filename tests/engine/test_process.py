@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import psutil
@@ -47,7 +48,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 @contextmanager
-def running(name: str = "fake", deliver: Callable[[Report], None] | None = None, **options: float) -> Iterator[Rig]:
+def running(name: str = "fake", deliver: Callable[[Report], None] | None = None, **options: Any) -> Iterator[Rig]:
     rig = Rig(recipe(name, **options), deliver)
     try:
         yield rig
@@ -154,11 +155,6 @@ def test_the_real_engine_answers_as_in_a_thread(tmp_path: Path) -> None:
     assert gone(engine.pid)
 
 
-def test_what_only_passes_a_recipe_on_needs_no_torch() -> None:
-    code = "import sys, engine.process, engine.child; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
-
-
 # Ways to start, and not to.
 
 
@@ -252,29 +248,25 @@ def test_commands_arrive_in_order_and_reports_come_once_a_step() -> None:
         assert rig.wait("c")["c"].finish_reason == "length"
 
 
-def test_a_slow_listener_holds_up_no_step() -> None:
-    entered, go = threading.Event(), threading.Event()
+def test_a_slow_listener_holds_up_no_step(tmp_path: Path) -> None:
+    entered, go, trace = threading.Event(), threading.Event(), tmp_path / "steps"
 
     def slow(_: Report) -> None:
         entered.set()
-        assert go.wait(20)
+        assert go.wait(60)
 
-    with running(deliver=slow, step_s=0.002) as rig:
+    with running(deliver=slow, trace=trace) as rig:
         rig.submit(ask("first", 20, 1))
         assert entered.wait(20)
-        # All of it, and far more reports than the pipe holds, while not one report is taken.
-        for i in range(1000):
-            rig.submit(ask(f"{i}", 5, 1), ask(f"refused{i}", []))
-        start = time.monotonic()
-        threading.Event().wait(1.0)
-        go.set()
+        # Reports that would fill the pipe many times over, and not one is taken before the last step is done.
         names = [f"{i}" for i in range(1000)]
+        rig.submit(*(ask(name, 5, 1) for name in names))
+        eventually(lambda: trace.stat().st_size == 1 + len(names) // 8, 60)
+        assert not rig.listener.reports
+        go.set()
         rig.wait("first", *names)
-        blocked = 1.0
-        during = [r.stats.steps_total for r in rig.listener.reports]
         assert len(rig.listener.reports) < 100, "what waited comes together"
-        assert max(during) >= 1000 / 8
-        assert time.monotonic() - start < blocked + 10
+        assert rig.last.stats.steps_total == 1 + len(names) // 8
 
 
 def test_ignores_the_signals_that_are_the_workers() -> None:
@@ -335,6 +327,13 @@ def test_an_exception_in_the_loop_comes_as_it_does_from_a_thread() -> None:
         assert rig.last.died.message == "RuntimeError: the device is lost"
         rig.submit(ask("c"))
         assert rig.wait("c")["c"].error == rig.last.died
+
+
+def test_a_command_that_cannot_be_sent_leaves_nobody_waiting() -> None:
+    with running(step_s=0.005) as rig:
+        rig.submit(ask("a", 20, 900), ask("b", 20, 5, group=lambda: ""))
+        ended = rig.wait("a", "b")
+        assert rig.last.died == ended["a"].error == ended["b"].error
 
 
 def test_death_before_start_is_told_at_start() -> None:
@@ -413,13 +412,26 @@ def test_nothing_is_left_behind() -> None:
     with running():
         pass
     before = files(), threads(), len(psutil.Process().children())
-    shared = set(os.listdir("/dev/shm"))
     for _ in range(3):
         with running() as rig:
             rig.submit(ask("a"))
             rig.wait("a")
     assert (files(), threads(), len(psutil.Process().children())) == before
-    assert set(os.listdir("/dev/shm")) <= shared
+
+
+def thousand(handle: EngineHandle, name: str) -> tuple[float, int]:
+    """Seconds for as many small requests, sent one by one, and steps; a first thousand warms up."""
+    listener = Listener()
+    handle.start(listener)
+    for count in (1000, 2000):
+        start, steps = time.perf_counter(), listener.reports[-1].stats.steps_total if listener.reports else 0
+        for i in range(1000):
+            handle.send(Submit((ask(f"{name}{count}.{i}", 8, 4),)))
+        listener.until(lambda count=count: sum(len(report.completions) for report in listener.reports) == count)
+    seconds = time.perf_counter() - start
+    assert len(listener.ended) == 2000
+    assert handle.close(20)
+    return seconds, listener.reports[-1].stats.steps_total - steps
 
 
 @pytest.mark.stress
@@ -427,19 +439,8 @@ def test_overhead_of_a_thousand_small_requests(tmp_path: Path, capsys: pytest.Ca
     path = rigs.write_rand(tmp_path / "m")
     config = EngineConfig(max_running=64, max_step_tokens=512, max_context=64)
     loaded = load_engine(path, config)
-    for name, handle in (
-        ("thread", ThreadEngine(loaded.engine, loaded.weights)),
-        ("process", ProcessEngine(EngineRecipe({"path": path, "config": config}))),
-    ):
-        listener = Listener()
-        handle.start(listener)
-        for attempt in ("warm", "timed"):
-            start = time.perf_counter()
-            for i in range(1000):
-                handle.send(Submit((ask(f"{attempt}{i}", 8, 4),)))
-            listener.until(lambda: len(listener.ended) % 1000 == 0 and len(listener.ended) > 0)
-            seconds = time.perf_counter() - start
-            assert len([n for n in listener.ended if n.startswith(attempt)]) == 1000
-        with capsys.disabled():
-            print(f"\n{name}: 1,000 requests in {seconds:.3f} s, {listener.reports[-1].stats.steps_total} steps in all")
-        assert handle.close(20)
+    seconds, steps = thousand(ThreadEngine(loaded.engine, loaded.weights), "thread")
+    apart, apart_steps = thousand(ProcessEngine(EngineRecipe({"path": path, "config": config})), "process")
+    with capsys.disabled():
+        print(f"\n1,000 requests of 8 + 4 tokens: {seconds:.3f} s ({steps} steps) in a thread,", end=" ")
+        print(f"{apart:.3f} s ({apart_steps} steps) in a process of their own")
