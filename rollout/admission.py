@@ -9,14 +9,19 @@ from __future__ import annotations
 import heapq
 from typing import TYPE_CHECKING
 
+import msgpack
+
+from protocols.codec import encode
 from protocols.errors import Overloaded
 from protocols.fields import Group, Record
 
 if TYPE_CHECKING:
     from rollout.submitted import Member
 
-RECORD_OVERHEAD = 4096
-"""Bytes reserved for the header of a record, beside its arrays, its turns and its metadata."""
+RECORD_OVERHEAD = 8192
+"""Bytes reserved for the rest of a record's header: names, keys, an error."""
+RUNS_BYTES = 32 * 32
+"""Bytes of the runs of weight and KV versions of a trajectory that saw 32 updates."""
 TURN_BYTES = 512
 """Bytes of one turn in a header, generously."""
 TURN_TOKENS = 16
@@ -117,8 +122,13 @@ def longest(group: Group, max_context: int) -> int:
     return min(limit, length)
 
 
+def echoed_bytes(group: Group) -> int:
+    """Bytes that come back in every record as they were sent: the sampling law and the metadata."""
+    return sum(len(frame) for frame in encode(group.sampling)) + len(msgpack.packb(group.metadata))
+
+
 def largest_record(group: Group, max_context: int) -> int:
-    """Bytes of the largest record that a sample of `group` can become."""
+    """Bytes of the largest record that a sample of `group` can become. Named rewards are counted as a few."""
     length, prompt = longest(group, max_context), len(group.prompt)
     sampled = max(0, length - prompt)
     per_token = 4 + 1 + 4 + 1 + 4 * (len(group.sampling.logprobs) - 1)
@@ -127,6 +137,8 @@ def largest_record(group: Group, max_context: int) -> int:
         turns = min(group.budget.max_turns or sampled, sampled // TURN_TOKENS + 1)
     return (
         RECORD_OVERHEAD
+        + RUNS_BYTES
+        + echoed_bytes(group)
         + length * per_token
         + prompt * 4 * group.sampling.prompt_logprobs
         + sampled * 8 * group.sampling.top_logprobs
@@ -134,11 +146,11 @@ def largest_record(group: Group, max_context: int) -> int:
     )
 
 
-def record_bytes(record: Record) -> int:
-    """Bytes that a record occupies until it is acknowledged."""
+def record_bytes(record: Record, echoed: int) -> int:
+    """Bytes that a record occupies until it is acknowledged. echoed: `echoed_bytes` of its group."""
     arrays = 0
     for segment in record.segments:
         values = [getattr(segment, name) for name in ARRAYS]
         values += segment.more_logprobs.values()
         arrays += sum(value.nbytes for value in values if value is not None) + TURN_BYTES * len(segment.turns)
-    return RECORD_OVERHEAD + arrays
+    return RECORD_OVERHEAD + echoed + arrays

@@ -16,7 +16,7 @@ from protocols.errors import Duplicate, Internal, StaleVersion, UnknownTrajector
 from protocols.fields import Group, Record, Status, TrajectoryReason
 from protocols.replies import Accepted, TurnDone
 from protocols.requests import Cancel, Continue, SubmitBatch
-from rollout.admission import Admission, largest_record, record_bytes
+from rollout.admission import Admission, echoed_bytes, largest_record, record_bytes
 from rollout.rollout import Rollout
 from rollout.sessions import Session
 from rollout.submitted import Batch, Member, SubmittedGroup
@@ -152,7 +152,8 @@ class Batches:
 
     def _group(self, batch: Batch, spec: Group, content: bytes) -> SubmittedGroup:
         seed = secrets.randbits(64) if spec.sampling.seed is None else spec.sampling.seed
-        return SubmittedGroup(batch, spec, content, seed, largest_record(spec, self._max_context))
+        largest = largest_record(spec, self._max_context)
+        return SubmittedGroup(batch, spec, content, seed, echoed_bytes(spec), largest)
 
     def _add(self, member: Member) -> None:
         group, batch, session = member.group, member.batch, member.session
@@ -244,7 +245,7 @@ class Batches:
         group, batch, session = member.group, member.batch, member.session
         member.record, member.rollout = record, None
         self.ended[record.status] += 1
-        self.admission.ended(member, record_bytes(record))
+        self.admission.ended(member, record_bytes(record, group.echoed))
         for count in (group.count, batch.count):
             count.open -= 1
             count.ended[record.status] += 1

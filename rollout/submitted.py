@@ -55,13 +55,15 @@ class Batch:
 class SubmittedGroup:
     """content: fingerprint of everything but which samples were asked for. seed: drawn if none came.
 
-    largest: bytes of the largest record a sample can become. deadline: ends samples that have not started by then.
+    echoed: bytes of it that every record repeats. largest: bytes of the largest record that a sample can become.
+    deadline: ends samples that have not started by then.
     """
 
     batch: Batch
     spec: Group
     content: bytes
     seed: int
+    echoed: int
     largest: int
     count: Count = field(default_factory=Count)
     deadline: asyncio.TimerHandle | None = None

@@ -257,15 +257,15 @@ def test_a_record_that_can_never_fit_is_refused_with_the_limit() -> None:
 
 
 def test_the_worker_stops_admitting_until_results_are_acknowledged_and_loses_nothing() -> None:
-    # Each record is counted as 5 kB and a little; three fit.
-    with worker(limits=Limits(result_bytes=20_000)) as served, RawClient(served.address) as client:
+    # Each record is counted as 11 kB; three fit.
+    with worker(limits=Limits(result_bytes=35_000)) as served, RawClient(served.address) as client:
         client.hello()
         submit(client, group(n=8, max_tokens=100))
         held = [client.record(ack=False) for _ in range(3)]
         assert client.nothing(0.2)
         wire = client.call("status")["wire"]
         assert wire["credit_stalls"] > 0
-        assert wire["reserved_bytes"] <= 20_000
+        assert wire["reserved_bytes"] <= 35_000
         for record in held:
             client.send("ack", trajectory_ids=[record["trajectory_id"]])
         names = {record["trajectory_id"] for record in held} | {client.record()["trajectory_id"] for _ in range(5)}
@@ -289,6 +289,7 @@ def test_higher_priority_starts_first_then_age() -> None:
     with worker(TimedEngine(0.005), at_once=1) as served, RawClient(served.address) as client:
         client.hello()
         submit(client, group("first", max_tokens=20))
+        eventually(lambda: len(served.engine.live) == 1)
         submit(client, group("low", priority=-1), group("a"), group("b"), group("high", priority=5))
         order = [client.record()["group_id"] for _ in range(5)]
         assert order == ["first", "high", "a", "b", "low"]
