@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
-from engine.attention.split import cut
+from engine.attention.split import capacity, cut
 from engine.kernels import paged_decode as ours
 
 HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 16
@@ -98,12 +98,12 @@ def one_chunk(batch: Batch) -> Call:
     return flashinfer_call(batch, wrapper)
 
 
-def tiles(batch: Batch, spare: int = 32) -> Call:
+def tiles(batch: Batch) -> Call:
     rows = len(batch.lengths)
-    cutting = cut(batch.lengths, rows + spare)
+    cutting = cut(batch.lengths, capacity(rows))
     on = [torch.from_numpy(a).to(DEVICE) for a in (cutting.rows, cutting.starts, cutting.stops, cutting.firsts)]
     indptr = batch.indptr.to(DEVICE)
-    scratch = ours.DecodeScratch(rows + spare, rows, HEADS, KV_HEADS, DIM, DEVICE)
+    scratch = ours.DecodeScratch(capacity(rows), rows, HEADS, KV_HEADS, DIM, DEVICE)
 
     def call(i: int) -> torch.Tensor:
         out = torch.empty_like(batch.q[i])
@@ -148,13 +148,12 @@ def eager_us(batch: Batch, call: Call) -> float:
     return float(np.median(times[2:]))
 
 
-def measure(lengths: np.ndarray, spares: list[int]) -> dict[str, float]:
+def measure(lengths: np.ndarray) -> dict[str, float]:
     batch = make(lengths)
     call = eager(batch)
     row = {"floor": float(lengths.sum()) * BYTES_PER_TOKEN / COPY_BANDWIDTH * 1e6, "eager": eager_us(batch, call)}
     expected = call(0).flatten(1).double()
-    candidates: dict[str, Call] = {"split": split(batch), "one_chunk": one_chunk(batch)}
-    candidates |= {f"tiles+{spare}": tiles(batch, spare) for spare in spares}
+    candidates: dict[str, Call] = {"split": split(batch), "one_chunk": one_chunk(batch), "tiles": tiles(batch)}
     for name, candidate in candidates.items():
         row[name], outputs = replay_us(batch, candidate)
         error = (outputs[0].flatten(1).double() - expected).norm() / expected.norm()
@@ -166,7 +165,6 @@ def measure(lengths: np.ndarray, spares: list[int]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a dozen points instead of the whole sweep")
-    parser.add_argument("--spares", type=int, nargs="+", default=[32], help="tiles beyond one a row to try")
     parser.add_argument("--json", type=Path, help="write the rows here")
     args = parser.parse_args()
     points = (
@@ -184,7 +182,7 @@ def main() -> None:
                 lengths[-1] *= 16
             if int(lengths.sum()) * BYTES_PER_TOKEN > 45e9:
                 continue
-            row = {"batch": batch, "context": context, "skew": skew, **measure(lengths, args.spares)}
+            row = {"batch": batch, "context": context, "skew": skew, **measure(lengths)}
             torch.cuda.empty_cache()
             rows.append(row)
             print(

@@ -15,14 +15,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.attention.split import cut
+from engine.attention.split import capacity, cut
 from engine.config import BLOCK_SIZE
 from engine.memory import Memory
 from engine.sampler import PlainLaw
 from engine.step import StepPlan
-
-SPARE_TILES = 32
-"""Tiles beyond one a row: what a long row among short ones can be cut into."""
 
 _KINDS = {
     "slots": torch.int64,
@@ -58,11 +55,6 @@ class Tokens:
     sample_tokens: Tensor
 
 
-def tile_capacity(rows: int) -> int:
-    """Tiles of a step with so many decode rows. Up to 32 rows the GPU runs 33 tiles of 8 KV heads at once."""
-    return max(rows + 1, 33) if rows <= 32 else rows + SPARE_TILES
-
-
 class CudaInput:
     """The input arrays on the device, and a ring of pinned buffers that feed them.
 
@@ -78,15 +70,15 @@ class CudaInput:
             "block_indptr": max_rows + 2,
             "row_tiles": max_rows + 2,
         }
-        sizes |= dict.fromkeys(("tile_rows", "tile_starts", "tile_stops"), tile_capacity(max_rows))
+        sizes |= dict.fromkeys(("tile_rows", "tile_starts", "tile_stops"), capacity(max_rows))
         offsets, end = {}, 0
         for name, kind in _KINDS.items():
             offsets[name] = end
             end = _aligned(end + sizes[name] * kind.itemsize)
         self._blocks_start = offsets["block_ids"]
-        capacity = end + _aligned(8 * max_tokens) * 3 + _aligned(8 * max_rows)
-        self._device = memory.allocate(capacity, "step input")
-        self._hosts = [memory.allocate(capacity, "step input", host=True, pinned=True) for _ in range(ring)]
+        size = end + _aligned(8 * max_tokens) * 3 + _aligned(8 * max_rows)
+        self._device = memory.allocate(size, "step input")
+        self._hosts = [memory.allocate(size, "step input", host=True, pinned=True) for _ in range(ring)]
 
         def views(buffer: Tensor) -> dict[str, Tensor]:
             spans = (
@@ -147,10 +139,10 @@ class CudaInput:
         host["block_indptr"][used + 1 : decode_rows + 1] = plan.block_indptr[-1]
         host["block_ids"][: len(plan.block_ids)] = plan.block_ids
         if decodes:
-            capacity = tile_capacity(decode_rows)
-            tiles = cut(plan.context_lens[:decodes] + 1, capacity)
+            most = capacity(decode_rows)
+            tiles = cut(plan.context_lens[:decodes] + 1, most)
             for name, array in (("tile_rows", tiles.rows), ("tile_starts", tiles.starts), ("tile_stops", tiles.stops)):
-                host[name][:capacity] = array
+                host[name][:most] = array
             host["row_tiles"][: decodes + 1] = tiles.firsts
             host["row_tiles"][decodes + 1 : decode_rows + 1] = tiles.firsts[-1]
         sampling = plan.slots[plan.samples]

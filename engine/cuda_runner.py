@@ -16,7 +16,8 @@ from torch import Tensor
 
 from engine.attention.flashinfer_paged import PagedPrefill
 from engine.attention.paged_step import DecodeStep, MixedStep
-from engine.cuda_input import CudaInput, tile_capacity
+from engine.attention.split import capacity
+from engine.cuda_input import CudaInput
 from engine.graphs import DecodeGraphs, buckets
 from engine.kernels.paged_decode import DecodeScratch
 from engine.kernels.sample import sample_plain
@@ -79,7 +80,7 @@ class CudaRunner:
         self._input = CudaInput(rows, limits.max_tokens, rows * limits.max_row_blocks, RING, memory)
         self._last_token = torch.zeros(rows + 1, dtype=torch.int64, device=device)
         self._scratch = DecodeScratch(
-            tile_capacity(rows), rows, config.num_heads, config.num_kv_heads, config.head_dim, device
+            capacity(rows), rows, config.num_heads, config.num_kv_heads, config.head_dim, device
         )
         self._prefill = PagedPrefill(config, kv.keys[0].dtype, memory, RING)
         self._results = [ResultBuffer(limits, memory) for _ in range(RING)]

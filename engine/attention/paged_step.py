@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from engine.cuda_input import tile_capacity
+from engine.attention.split import capacity
 from engine.kernels.paged_decode import DecodeScratch, paged_decode
 
 
@@ -32,7 +32,7 @@ class DecodeStep:
 
     @classmethod
     def of(cls, fixed: Mapping[str, Tensor], rows: int, scratch: DecodeScratch) -> DecodeStep:
-        tiles = tile_capacity(rows)
+        tiles = capacity(rows)
         return cls(
             rows,
             fixed["tile_rows"][:tiles],

@@ -1,7 +1,7 @@
-"""How the decode rows of a step are cut into tiles of even length, so that no row makes the others wait.
+"""How the decode rows of a step are cut into tiles, so that no row makes the others wait.
 
 The cut is made on the host, once a step, and shared by all layers. It depends on lengths only; its arrays have a
-fixed size per bucket, so that a captured graph reads them at fixed addresses.
+fixed size per batch size, so that a captured graph reads them at fixed addresses.
 """
 
 from __future__ import annotations
@@ -13,8 +13,16 @@ import numpy.typing as npt
 
 from engine.request import IntArray
 
-MIN_TILE = 64
-"""Tokens; cutting finer costs more in merging than it gains in parallel reads."""
+CANDIDATES = 64 * np.array(
+    [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 96, 128, 256, 512, 1024]
+)
+"""Tile lengths tried, in tokens: multiples of what the kernel reads at a time."""
+
+WAVE = 33
+"""Tiles that run at once on 132 multiprocessors: two programs each, one program for each of 8 KV heads of a tile."""
+
+START_COST = 48
+"""What beginning and ending a tile costs, in tokens of reading."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,28 +36,38 @@ class Tiles:
     firsts: IntArray
 
 
-def cut(lengths: npt.NDArray[np.int32], capacity: int, step: int = MIN_TILE) -> Tiles:
-    """Cut rows of `lengths` (each at least 1) into at most `capacity` tiles, `capacity` at least one a row.
+def capacity(rows: int) -> int:
+    """Tiles that a step of `rows` decode rows may be cut into: two waves at least, and two waves beyond one a row."""
+    return 2 * WAVE + (rows if rows > WAVE else 0)
 
-    The tile length is the smallest multiple of `step` with which they fit, found by bisection: the number of tiles
-    falls as tiles grow.
+
+def cut(lengths: npt.NDArray[np.int32], most: int) -> Tiles:
+    """Cut rows of `lengths` (each at least 1) into at most `most` tiles, `most` at least one a row.
+
+    Of the candidate lengths the one with the shortest estimated time: full waves of the mean tile, or the longest
+    tile alone. Rows of one tile need no merging, so equal estimates go to the longer tile.
     """
-    if capacity < len(lengths):
-        raise ValueError(f"{len(lengths)} rows do not fit into {capacity} tiles")
-    low, high = 1, -(-int(lengths.max()) // step)
-    while low < high:
-        middle = (low + high) // 2
-        if int(np.sum(-(-lengths // (middle * step)))) <= capacity:
-            high = middle
-        else:
-            low = middle + 1
-    tile = low * step
-    counts = -(-lengths // tile)
+    if most < len(lengths):
+        raise ValueError(f"{len(lengths)} rows do not fit into {most} tiles")
+    longest, total = int(lengths.max()), int(lengths.sum())
+    counts = -(-lengths[None, :] // CANDIDATES[:, None])
+    tiles = counts.sum(axis=1)
+    mean, largest = total / tiles, np.minimum(CANDIDATES, longest)
+    time = np.maximum(-(-tiles // WAVE) * (mean + START_COST), largest + START_COST)
+    time[tiles > most] = np.inf
+    best = len(time) - 1 - int(np.argmin(time[::-1]))
+    # Past the last candidate a row is one tile whatever its length.
+    length = longest if np.isinf(time[best]) else int(CANDIDATES[best])
+    return _tiles(lengths, length, most)
+
+
+def _tiles(lengths: npt.NDArray[np.int32], length: int, most: int) -> Tiles:
+    counts = -(-lengths // length)
     firsts = np.zeros(len(lengths) + 1, np.int32)
     np.cumsum(counts, out=firsts[1:])
     used = int(firsts[-1])
-    rows, starts, stops = np.zeros((3, capacity), np.int32)
+    rows, starts, stops = np.zeros((3, most), np.int32)
     rows[:used] = np.repeat(np.arange(len(lengths), dtype=np.int32), counts)
-    starts[:used] = (np.arange(used, dtype=np.int32) - firsts[rows[:used]]) * tile
-    stops[:used] = np.minimum(starts[:used] + tile, lengths[rows[:used]])
+    starts[:used] = (np.arange(used, dtype=np.int32) - firsts[rows[:used]]) * length
+    stops[:used] = np.minimum(starts[:used] + length, lengths[rows[:used]])
     return Tiles(rows, starts, stops, firsts)

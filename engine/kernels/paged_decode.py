@@ -14,6 +14,9 @@ import triton.language as tl
 TOKENS, WARPS, STAGES = 64, 4, 3
 """KV tokens read at a time, warps of a program, and reads in flight."""
 
+MERGE = 8
+"""Partial results put together at a time."""
+
 
 class DecodeScratch:
     """Partial results of up to `tiles` tiles, shared by all layers and graphs (they run one after the other)."""
@@ -63,10 +66,12 @@ def paged_decode(
         HEADS=heads,
         KV_HEADS=kv_heads,
         GROUP=group,
+        MEMBERS=triton.next_power_of_2(group),
         ROWS=max(16, triton.next_power_of_2(group)),
         DIM=dim,
         PAGE=block,
         TOKENS=TOKENS,
+        MERGE=MERGE,
         num_warps=WARPS,
         num_stages=STAGES,
     )
@@ -91,10 +96,12 @@ def _kernel(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    MEMBERS: tl.constexpr,
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
     PAGE: tl.constexpr,
     TOKENS: tl.constexpr,
+    MERGE: tl.constexpr,
 ):
     kv_head, tile = tl.program_id(0), tl.program_id(1)
     row = tl.load(tile_rows + tile)
@@ -146,19 +153,28 @@ def _kernel(
     if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") < tiles - 1:
         return
 
-    # In tile order, so that the result does not depend on who was last. The maximum comes first: the reads of the
-    # partial outputs then wait for nothing and overlap.
+    # A few tiles at a time and in tile order, so that the result does not depend on who was last. The maximum comes
+    # first: the reads of the partial outputs then wait for nothing and overlap.
     tl.store(counter, 0)
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    for other in tl.range(first, first + tiles, loop_unroll_factor=8):
-        part = other * HEADS + head
-        top = tl.maximum(top, tl.load(part_stats + part * 2, mask=real, other=0.0))
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, DIM], tl.float32)
-    for other in tl.range(first, first + tiles, loop_unroll_factor=8):
-        part = other * HEADS + head
-        weight = tl.exp2(tl.load(part_stats + part * 2, mask=real, other=0.0) - top)
-        some = tl.load(part_out + part[:, None] * DIM + d[None, :], mask=real[:, None], other=0.0)
-        acc += some * weight[:, None]
-        total += tl.load(part_stats + part * 2 + 1, mask=real, other=1.0) * weight
+    some = tl.arange(0, MERGE)
+    member = tl.arange(0, MEMBERS)
+    real = member < GROUP
+    head = kv_head * GROUP + member
+    top = tl.full([MEMBERS], float("-inf"), tl.float32)
+    for begin in range(first, first + tiles, MERGE):
+        live = (begin + some < first + tiles)[:, None] & real[None, :]
+        stats = part_stats + ((begin + some)[:, None] * HEADS + head[None, :]) * 2
+        top = tl.maximum(top, tl.max(tl.load(stats, mask=live, other=float("-inf")), axis=0))
+    top = tl.where(real, top, 0.0)
+    total = tl.zeros([MEMBERS], tl.float32)
+    acc = tl.zeros([MEMBERS, DIM], tl.float32)
+    for begin in range(first, first + tiles, MERGE):
+        live = (begin + some < first + tiles)[:, None] & real[None, :]
+        part = (begin + some)[:, None] * HEADS + head[None, :]
+        weight = tl.exp2(tl.load(part_stats + part * 2, mask=live, other=float("-inf")) - top[None, :])
+        total += tl.sum(tl.load(part_stats + part * 2 + 1, mask=live, other=0.0) * weight, axis=0)
+        outs = tl.load(part_out + part[:, :, None] * DIM + d[None, None, :], mask=live[:, :, None], other=0.0)
+        acc += tl.sum(outs * weight[:, :, None], axis=0)
+    total = tl.where(real, total, 1.0)
+    target = out + (row.to(tl.int64) * HEADS + head[:, None]) * DIM + d[None, :]
     tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=real[:, None])
