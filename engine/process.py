@@ -112,7 +112,7 @@ class ProcessEngine:
     ) -> None:
         try:
             process = _start(theirs)
-        except OSError as error:
+        except Exception as error:
             started.set_exception(error)
             return
         finally:

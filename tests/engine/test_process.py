@@ -358,11 +358,16 @@ print(engine.pid, flush=True)
 """
 
 
-@pytest.mark.parametrize("then", ["time.sleep(1000)", "sys.exit(0)"])
-def test_it_does_not_outlive_its_parent(then: str) -> None:
+@pytest.mark.parametrize(
+    ("then", "stopped"), [("time.sleep(1000)", False), ("time.sleep(1000)", True), ("sys.exit(0)", False)]
+)
+def test_it_does_not_outlive_its_parent(then: str, stopped: bool) -> None:
     parent = subprocess.Popen([sys.executable, "-c", PARENT.format(then=then)], cwd=ROOT, stdout=subprocess.PIPE)
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
+    if stopped:
+        # As one that hangs in a device call: it sees no end of the pipe.
+        os.kill(pid, signal.SIGSTOP)
     if "sleep" in then:
         parent.kill()
     parent.wait(20)
