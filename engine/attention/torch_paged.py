@@ -32,12 +32,12 @@ class Attention(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Decode:
-    """index: int64[rows * kv_heads * longest] into the pool seen as [.., head_dim]; bias: fp32, 0 or -inf, for the
-    scores [rows * kv_heads, query heads of a KV head, longest]."""
+    """index: int64[rows * kv_heads * longest] into the pool seen as [.., head_dim]; bias: 0 or -inf for the scores
+    [rows, kv_heads, query heads of a KV head, longest], None when all rows are of one length."""
 
     rows: int
     index: Tensor
-    bias: Tensor
+    bias: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,6 @@ class TorchPagedAttention:
         self._kv_heads = config.num_kv_heads
         self._in_block = torch.arange(BLOCK_SIZE, device=device)
         self._heads = torch.arange(config.num_kv_heads, device=device)[:, None]
-        self._no_bias = torch.zeros(1, 1, 1, device=device)
 
     def plan(self, step: StepInput) -> AttentionStep:
         decode = self._plan_decode(step) if step.num_decode else None
@@ -66,12 +65,12 @@ class TorchPagedAttention:
     def _plan_decode(self, step: StepInput) -> _Decode:
         rows = step.num_decode
         offsets = torch.arange(step.longest_decode, device=self._device)
-        bias = self._no_bias
+        bias = None
         if step.shortest_decode < step.longest_decode:
             live = offsets < step.kv_lens[:rows, None]
             offsets = torch.where(live, offsets, 0)
-            bias = torch.zeros(live.shape, device=self._device).masked_fill_(~live, -torch.inf)
-            bias = bias[:, None].expand(-1, self._kv_heads, -1).reshape(rows * self._kv_heads, 1, -1)
+            bias = torch.zeros(live.shape, dtype=self._dtype, device=self._device).masked_fill_(~live, -torch.inf)
+            bias = bias[:, None, None]
         held = step.block_ids[step.block_indptr[:rows, None] + offsets // BLOCK_SIZE]
         tokens = held.long() * BLOCK_SIZE + offsets % BLOCK_SIZE
         return _Decode(rows, (tokens[:, None] * self._kv_heads + self._heads).view(-1), bias)
@@ -99,15 +98,16 @@ class TorchPagedStep:
 
 
 def _attend_decode(decode: _Decode, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """One query token a row. The query heads of one KV head are the rows of one small matrix product."""
-    kv_heads, dim = keys.shape[2], keys.shape[3]
-    groups = decode.rows * kv_heads
-    q = q[: decode.rows].reshape(groups, -1, dim).float()
-    k = keys.view(-1, dim).index_select(0, decode.index).view(groups, -1, dim).float()
-    v = values.view(-1, dim).index_select(0, decode.index).view(groups, -1, dim).float()
-    scores = torch.baddbmm(decode.bias, q, k.transpose(1, 2), alpha=dim**-0.5)
-    out = torch.bmm(torch.softmax(scores, dim=-1), v)
-    return out.view(decode.rows, -1).to(keys.dtype)
+    """One query token a row. The query heads of one KV head stand as its query tokens, so K and V are read once."""
+    kv_heads, dim = keys.shape[2:]
+    grouped = (decode.rows, kv_heads, -1, dim)
+    out = functional.scaled_dot_product_attention(
+        q[: decode.rows].reshape(grouped),
+        keys.view(-1, dim).index_select(0, decode.index).view(grouped),
+        values.view(-1, dim).index_select(0, decode.index).view(grouped),
+        attn_mask=decode.bias,
+    )
+    return out.reshape(decode.rows, -1)
 
 
 def _attend_prefill(chunk: _Prefill, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
