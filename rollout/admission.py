@@ -27,6 +27,8 @@ TURN_BYTES = 512
 TURN_TOKENS = 16
 """Tokens of an average turn, at least, where `max_turns` does not bound their number."""
 
+SLACK = 1024
+"""Entries of the queue that may be out of date, beyond as many as are not."""
 ARRAYS = (
     "token_ids",
     "source",
@@ -66,6 +68,8 @@ class Admission:
             )
 
     def queue(self, member: Member) -> None:
+        if len(self._ready) + len(self._too_new) > 2 * self.waiting + SLACK:
+            self._sweep()
         self.waiting += 1
         heapq.heappush(self._ready, (-member.group.spec.priority, member.order, member))
 
@@ -98,6 +102,12 @@ class Admission:
         self.waiting -= 1
         self.running += 1
         self.keep(member, nbytes)
+
+    def _sweep(self) -> None:
+        """Let go of those that left the queue out of turn."""
+        for heap in (self._ready, self._too_new):
+            heap[:] = [entry for entry in heap if not entry[2].started]
+            heapq.heapify(heap)
 
     def ended(self, member: Member, nbytes: int) -> None:
         """A started trajectory has its record, of `nbytes`."""

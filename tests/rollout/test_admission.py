@@ -10,7 +10,7 @@ from protocols.codec import encode
 from protocols.errors import Overloaded
 from protocols.fields import Budget, Environment, Group, Sampling, ScriptedTurn
 from protocols.replies import TrajectoryDone
-from rollout.admission import Admission, largest_record, longest
+from rollout.admission import SLACK, Admission, largest_record, longest
 from rollout.service import Service
 from rollout.sessions import Session
 from rollout.submitted import Batch, Member, SubmittedGroup
@@ -191,6 +191,21 @@ def test_what_is_about_to_end_is_not_started() -> None:
     first, second = queue.add(), queue.add()
     first.ending = "abort_client"
     assert queue.start() == [second]
+
+
+def test_the_queue_does_not_keep_what_left_it_out_of_turn() -> None:
+    queue = Queue(at_once=1)
+    first = queue.add()
+    assert queue.start() == [first]
+    kept = queue.add(min_version=3)
+    for i in range(3 * SLACK):
+        member = queue.add(min_version=i % 2 * 9)
+        queue.admission.start(member, 0)
+        member.started = True
+        queue.admission.ended(member, 0)
+    assert len(queue.admission._ready) + len(queue.admission._too_new) <= SLACK + 3
+    queue.admission.ended(first, 0)
+    assert queue.start(version=3) == [kept]
 
 
 def test_too_many_are_refused_as_a_whole() -> None:
