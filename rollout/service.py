@@ -129,11 +129,10 @@ class Service:
         tick = asyncio.get_running_loop().create_task(self._tick())
         try:
             await asyncio.wait((death, stop), return_when=asyncio.FIRST_COMPLETED)
-            alive = self.engine.died is None
-            if not alive:
-                log.critical("the engine died: %s", death.result().message)
+            if (failure := self.engine.died) is not None:
+                log.critical("the engine died: %s", failure.message)
             await self._wind_down()
-            return alive
+            return failure is None
         finally:
             for task in (death, stop, tick):
                 task.cancel()
@@ -220,11 +219,10 @@ class Service:
     # Twice a second.
 
     async def _tick(self) -> None:
-        ping = encode(self.pong(""))
         while True:
             await asyncio.sleep(PING_S)
             try:
-                self.sessions.check(self.now, partial(self._channel.send, frames=ping))
+                self.sessions.check(self.now, partial(self._channel.send, frames=encode(self.pong(""))))
                 if self._unreadable > self._told_unreadable:
                     log.warning("%d messages could not be read", self._unreadable - self._told_unreadable)
                     self._told_unreadable = self._unreadable
@@ -236,7 +234,8 @@ class Service:
         self.weights.forget(session.token)
         unfinished = self.batches.expire(session)
         self._cut_off += unfinished
-        log.warning("client %r is gone: %d trajectories cancelled", session.client, unfinished)
+        level = logging.WARNING if unfinished else logging.INFO
+        log.log(level, "client %r is gone: %d trajectories cancelled", session.client, unfinished)
 
     # What the worker says of itself.
 
