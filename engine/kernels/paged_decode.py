@@ -153,28 +153,48 @@ def _kernel(
     if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") < tiles - 1:
         return
 
-    # A few tiles at a time and in tile order, so that the result does not depend on who was last. The maximum comes
-    # first: the reads of the partial outputs then wait for nothing and overlap.
     tl.store(counter, 0)
-    some = tl.arange(0, MERGE)
+    _merge(part_out, part_stats, out, row, kv_head, first, tiles, HEADS, GROUP, MEMBERS, DIM, MERGE)
+
+
+@triton.jit
+def _merge(
+    part_out,
+    part_stats,
+    out,
+    row,
+    kv_head,
+    first,
+    tiles,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    DIM: tl.constexpr,
+    MERGE: tl.constexpr,
+):
+    """Put a row's partial results together, in tile order, so that the result does not depend on who was last. The
+    maximum comes first: the reads of the partial outputs then wait for nothing, and MERGE of them are under way."""
+    d = tl.arange(0, DIM)
     member = tl.arange(0, MEMBERS)
     real = member < GROUP
     head = kv_head * GROUP + member
+    last = first + tiles
     top = tl.full([MEMBERS], float("-inf"), tl.float32)
-    for begin in range(first, first + tiles, MERGE):
-        live = (begin + some < first + tiles)[:, None] & real[None, :]
-        stats = part_stats + ((begin + some)[:, None] * HEADS + head[None, :]) * 2
-        top = tl.maximum(top, tl.max(tl.load(stats, mask=live, other=float("-inf")), axis=0))
+    for begin in range(first, last, MERGE):
+        for i in tl.static_range(MERGE):
+            stats = part_stats + ((begin + i) * HEADS + head) * 2
+            top = tl.maximum(top, tl.load(stats, mask=real & (begin + i < last), other=float("-inf")))
     top = tl.where(real, top, 0.0)
     total = tl.zeros([MEMBERS], tl.float32)
     acc = tl.zeros([MEMBERS, DIM], tl.float32)
-    for begin in range(first, first + tiles, MERGE):
-        live = (begin + some < first + tiles)[:, None] & real[None, :]
-        part = (begin + some)[:, None] * HEADS + head[None, :]
-        weight = tl.exp2(tl.load(part_stats + part * 2, mask=live, other=float("-inf")) - top[None, :])
-        total += tl.sum(tl.load(part_stats + part * 2 + 1, mask=live, other=0.0) * weight, axis=0)
-        outs = tl.load(part_out + part[:, :, None] * DIM + d[None, None, :], mask=live[:, :, None], other=0.0)
-        acc += tl.sum(outs * weight[:, :, None], axis=0)
+    for begin in range(first, last, MERGE):
+        for i in tl.static_range(MERGE):
+            live = real & (begin + i < last)
+            part = (begin + i) * HEADS + head
+            weight = tl.exp2(tl.load(part_stats + part * 2, mask=live, other=float("-inf")) - top)
+            total += tl.load(part_stats + part * 2 + 1, mask=live, other=0.0) * weight
+            some = tl.load(part_out + part[:, None] * DIM + d[None, :], mask=live[:, None], other=0.0)
+            acc += some * weight[:, None]
     total = tl.where(real, total, 1.0)
     target = out + (row.to(tl.int64) * HEADS + head[:, None]) * DIM + d[None, :]
     tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=real[:, None])
