@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import signal
 import sys
 import typing
@@ -31,6 +32,9 @@ def run(config: WorkerConfig, load: Callable[[WorkerConfig], Loaded]) -> int:
     logging.basicConfig(
         format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=config.log_level.upper(), stream=sys.stderr
     )
+    # Modules named by --env tend to be in the working directory, where a console script does not look.
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.insert(0, os.getcwd())
     # Until there is something to drain, either signal simply ends the start.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)

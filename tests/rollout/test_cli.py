@@ -195,6 +195,25 @@ def test_the_command_serves_a_checkpoint_and_says_when_it_is_ready(checkpoint: P
     assert code == 0
 
 
+def test_environments_are_found_in_the_working_directory(tmp_path: Path) -> None:
+    (tmp_path / "here.py").write_text(
+        "from rollout.environments.base import Environment, Step\n"
+        "class Once(Environment):\n"
+        "    on_length = 'continue'\n"
+        "    async def step(self, turn):\n"
+        "        return Step(done=True, reward=0.5)\n"
+    )
+    arguments = ("--env", "once=here:Once")
+    worker = WorkerProcess("tests.rollout.stub_worker", *arguments, folder=tmp_path, elsewhere=True)
+    try:
+        with RawClient(worker.wait_ready().address) as client:
+            assert "once" in client.hello()["environments"]
+            client.call("submit", batch_id="b", groups=[group(environment={"name": "once"})])
+            assert client.record()["segments"][0]["turns"][0]["reward"] == 0.5
+    finally:
+        worker.kill()
+
+
 def test_a_taken_address_ends_the_command_before_it_loads_anything(checkpoint: Path) -> None:
     taken = channel("tcp://127.0.0.1:0")
     done = command("--weights", str(checkpoint), "--bind", taken.address)

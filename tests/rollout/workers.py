@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -128,25 +129,21 @@ def eventually(condition: Callable[[], bool], timeout: float = 10.0) -> None:
 
 
 class WorkerProcess:
-    """`python -m <module>` with a ready file; stderr is kept. stop: SIGTERM, and the exit code."""
+    """`python -m <module>` with a ready file in `folder`; what it prints and logs is kept there.
 
-    def __init__(self, module: str, *arguments: str, folder: Path, ipc: bool = False) -> None:
+    elsewhere: start it as a console script would be, from `folder` and without a look there for modules.
+    """
+
+    def __init__(self, module: str, *arguments: str, folder: Path, ipc: bool = False, elsewhere: bool = False) -> None:
         bind = f"ipc://{folder}/worker.ipc" if ipc else "tcp://127.0.0.1:0"
         self._ready_file = folder / "ready.json"
         self._ready_file.unlink(missing_ok=True)
         self._log = (folder / "worker.log").open("w+")
+        ready = ("--bind", bind, "--ready-file", str(self._ready_file))
         self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                module,
-                "--bind",
-                bind,
-                "--ready-file",
-                str(self._ready_file),
-                *arguments,
-            ],
-            cwd=ROOT,
+            [sys.executable, *(["-P"] if elsewhere else []), "-m", module, *ready, *arguments],
+            cwd=folder if elsewhere else ROOT,
+            env=os.environ | ({"PYTHONPATH": str(ROOT)} if elsewhere else {}),
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
