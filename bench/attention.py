@@ -101,7 +101,10 @@ def one_chunk(batch: Batch) -> Call:
 def tiles(batch: Batch) -> Call:
     rows = len(batch.lengths)
     cutting = cut(batch.lengths, capacity(rows))
-    on = [torch.from_numpy(a).to(DEVICE) for a in (cutting.rows, cutting.starts, cutting.stops, cutting.firsts)]
+    on = [
+        torch.from_numpy(a).to(DEVICE)
+        for a in (cutting.rows, cutting.starts, cutting.stops, cutting.firsts, cutting.counts)
+    ]
     indptr = batch.indptr.to(DEVICE)
     scratch = ours.DecodeScratch(capacity(rows), rows, HEADS, KV_HEADS, DIM, DEVICE)
 

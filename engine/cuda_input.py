@@ -28,7 +28,8 @@ _KINDS = {
     "sample_slots": torch.int64,
     "keys": torch.int64,
     "block_indptr": torch.int32,
-    "row_tiles": torch.int32,
+    "first_tiles": torch.int32,
+    "tile_counts": torch.int32,
     "tile_rows": torch.int32,
     "tile_starts": torch.int32,
     "tile_stops": torch.int32,
@@ -68,7 +69,6 @@ class CudaInput:
             "keys": 5 * max_rows,
             "block_ids": max_blocks,
             "block_indptr": max_rows + 2,
-            "row_tiles": max_rows + 2,
         }
         sizes |= dict.fromkeys(("tile_rows", "tile_starts", "tile_stops"), capacity(max_rows))
         offsets, end = {}, 0
@@ -143,8 +143,8 @@ class CudaInput:
             tiles = cut(plan.context_lens[:decodes] + 1, most)
             for name, array in (("tile_rows", tiles.rows), ("tile_starts", tiles.starts), ("tile_stops", tiles.stops)):
                 host[name][:most] = array
-            host["row_tiles"][: decodes + 1] = tiles.firsts
-            host["row_tiles"][decodes + 1 : decode_rows + 1] = tiles.firsts[-1]
+            host["first_tiles"][:decodes] = tiles.firsts
+            host["tile_counts"][:decodes] = tiles.counts
         sampling = plan.slots[plan.samples]
         host["sample_slots"][: len(sampling)] = sampling
         if law is not None:

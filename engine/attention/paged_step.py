@@ -25,7 +25,8 @@ class DecodeStep:
     tile_rows: Tensor
     tile_starts: Tensor
     tile_stops: Tensor
-    row_tiles: Tensor
+    first_tiles: Tensor
+    tile_counts: Tensor
     block_indptr: Tensor
     block_ids: Tensor
     scratch: DecodeScratch
@@ -38,7 +39,8 @@ class DecodeStep:
             fixed["tile_rows"][:tiles],
             fixed["tile_starts"][:tiles],
             fixed["tile_stops"][:tiles],
-            fixed["row_tiles"][: rows + 1],
+            fixed["first_tiles"][:rows],
+            fixed["tile_counts"][:rows],
             fixed["block_indptr"][: rows + 1],
             fixed["block_ids"],
             scratch,
@@ -57,7 +59,8 @@ class DecodeStep:
             self.tile_rows,
             self.tile_starts,
             self.tile_stops,
-            self.row_tiles,
+            self.first_tiles,
+            self.tile_counts,
             self.block_indptr,
             self.block_ids,
             self.scratch,

@@ -28,12 +28,14 @@ START_COST = 48
 @dataclass(frozen=True, slots=True)
 class Tiles:
     """rows, starts, stops: int32[capacity], tile t covers tokens [starts[t], stops[t]) of decode row rows[t]; unused
-    tiles have start == stop == 0. firsts: int32[R + 1], the tiles of row r are [firsts[r], firsts[r + 1])."""
+    tiles have start == stop == 0. firsts, counts: int32[R], row r has counts[r] tiles from firsts[r] on. The longest
+    row comes first: what takes longest should not begin last."""
 
     rows: IntArray
     starts: IntArray
     stops: IntArray
     firsts: IntArray
+    counts: IntArray
 
 
 def capacity(rows: int) -> int:
@@ -63,11 +65,13 @@ def cut(lengths: npt.NDArray[np.int32], most: int) -> Tiles:
 
 def _tiles(lengths: npt.NDArray[np.int32], length: int, most: int) -> Tiles:
     counts = -(-lengths // length)
-    firsts = np.zeros(len(lengths) + 1, np.int32)
-    np.cumsum(counts, out=firsts[1:])
-    used = int(firsts[-1])
+    order = np.argsort(-lengths, kind="stable").astype(np.int32)
+    ends = np.cumsum(counts[order], dtype=np.int32)
+    used = int(ends[-1])
+    firsts = np.empty_like(ends)
+    firsts[order] = ends - counts[order]
     rows, starts, stops = np.zeros((3, most), np.int32)
-    rows[:used] = np.repeat(np.arange(len(lengths), dtype=np.int32), counts)
+    rows[:used] = np.repeat(order, counts[order])
     starts[:used] = (np.arange(used, dtype=np.int32) - firsts[rows[:used]]) * length
     stops[:used] = np.minimum(starts[:used] + length, lengths[rows[:used]])
-    return Tiles(rows, starts, stops, firsts)
+    return Tiles(rows, starts, stops, firsts, counts)

@@ -34,7 +34,8 @@ def paged_decode(
     tile_rows: torch.Tensor,
     tile_starts: torch.Tensor,
     tile_stops: torch.Tensor,
-    row_tiles: torch.Tensor,
+    first_tiles: torch.Tensor,
+    tile_counts: torch.Tensor,
     block_indptr: torch.Tensor,
     block_ids: torch.Tensor,
     scratch: DecodeScratch,
@@ -42,8 +43,8 @@ def paged_decode(
 ) -> None:
     """q: [R, heads, dim] -> out, alike. keys, values: [blocks, 16, kv_heads, dim]. Rows without a tile stay unwritten.
 
-    tile_rows, tile_starts, tile_stops: int32[tiles]; row_tiles: int32[R + 1] (`Tiles`). block_indptr: int32[R + 1] and
-    block_ids: int32[N], the rows' KV blocks. dim must be a power of two.
+    tile_rows, tile_starts, tile_stops: int32[tiles]; first_tiles, tile_counts: int32[R] (`Tiles`).
+    block_indptr: int32[R + 1] and block_ids: int32[N], the rows' KV blocks. dim must be a power of two.
     """
     heads, dim = q.shape[1:]
     block, kv_heads = keys.shape[1:3]
@@ -55,7 +56,8 @@ def paged_decode(
         tile_rows,
         tile_starts,
         tile_stops,
-        row_tiles,
+        first_tiles,
+        tile_counts,
         block_indptr,
         block_ids,
         scratch.out,
@@ -85,7 +87,8 @@ def _kernel(
     tile_rows,
     tile_starts,
     tile_stops,
-    row_tiles,
+    first_tiles,
+    tile_counts,
     block_indptr,
     block_ids,
     part_out,
@@ -109,8 +112,8 @@ def _kernel(
     stop = tl.load(tile_stops + tile)
     if start == stop:
         return
-    first = tl.load(row_tiles + row)
-    tiles = tl.load(row_tiles + row + 1) - first
+    first = tl.load(first_tiles + row)
+    tiles = tl.load(tile_counts + row)
     blocks = block_ids + tl.load(block_indptr + row)
 
     # The GROUP query heads of one KV head are the rows of a small matrix product, padded to a tensor core's 16.
@@ -182,15 +185,17 @@ def _merge(
     top = tl.full([MEMBERS], float("-inf"), tl.float32)
     for begin in range(first, last, MERGE):
         for i in tl.static_range(MERGE):
-            stats = part_stats + ((begin + i) * HEADS + head) * 2
-            top = tl.maximum(top, tl.load(stats, mask=real & (begin + i < last), other=float("-inf")))
+            tile = member * 0 + begin + i
+            stats = part_stats + (tile * HEADS + head) * 2
+            top = tl.maximum(top, tl.load(stats, mask=real & (tile < last), other=float("-inf")))
     top = tl.where(real, top, 0.0)
     total = tl.zeros([MEMBERS], tl.float32)
     acc = tl.zeros([MEMBERS, DIM], tl.float32)
     for begin in range(first, last, MERGE):
         for i in tl.static_range(MERGE):
-            live = real & (begin + i < last)
-            part = (begin + i) * HEADS + head
+            tile = member * 0 + begin + i
+            live = real & (tile < last)
+            part = tile * HEADS + head
             weight = tl.exp2(tl.load(part_stats + part * 2, mask=live, other=float("-inf")) - top)
             total += tl.load(part_stats + part * 2 + 1, mask=live, other=0.0) * weight
             some = tl.load(part_out + part[:, None] * DIM + d[None, :], mask=live[:, None], other=0.0)

@@ -47,7 +47,7 @@ def test_equals_softmax_attention(
     q = torch.randn(len(lengths), heads, dim, generator=generator).to(dtype)
 
     tiles = cut(np.array(lengths, np.int32), len(lengths) + spare)
-    on = [torch.from_numpy(a).to(device) for a in (tiles.rows, tiles.starts, tiles.stops, tiles.firsts)]
+    on = [torch.from_numpy(a).to(device) for a in (tiles.rows, tiles.starts, tiles.stops, tiles.firsts, tiles.counts)]
     indptr = torch.tensor([0, *np.cumsum(held)], dtype=torch.int32, device=device)
     scratch = DecodeScratch(len(lengths) + spare, len(lengths), heads, kv_heads, dim, device)
     scratch.out.fill_(POISON)
@@ -57,5 +57,7 @@ def test_equals_softmax_attention(
         out = torch.full_like(q, POISON, device=device)
         held_ids = torch.cat(tables).to(device)
         paged_decode(q.to(device), keys.to(device), values.to(device), *on, indptr, held_ids, scratch, out)
-        assert (out.flatten(1).cpu().double() - expected).norm() / expected.norm() < (6e-3 if dtype == torch.bfloat16 else 1e-6)
+        assert (out.flatten(1).cpu().double() - expected).norm() / expected.norm() < (
+            6e-3 if dtype == torch.bfloat16 else 1e-6
+        )
     assert not scratch.arrived.any()
