@@ -41,5 +41,7 @@ class CudaOps:
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return silu_mul(gate_up)
 
-    def head_fp32(self, x: Tensor, weight: Tensor) -> Tensor:
-        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    def head_fp32(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        if out is None:
+            return torch.mm(x, weight.t(), out_dtype=torch.float32)
+        return torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)

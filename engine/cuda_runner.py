@@ -79,6 +79,8 @@ class CudaRunner:
         rows = limits.max_rows
         self._input = CudaInput(rows, limits.max_tokens, rows * limits.max_row_blocks, RING, memory)
         self._last_token = torch.zeros(rows + 1, dtype=torch.int64, device=device)
+        # Shared by all graphs: a tensor for each would add up to gigabytes.
+        self._logits = torch.empty(rows, config.vocab_size, dtype=torch.float32, device=device)
         self._scratch = DecodeScratch(
             capacity(rows), rows, config.num_heads, config.num_kv_heads, config.head_dim, device
         )
@@ -146,7 +148,7 @@ class CudaRunner:
         x, residual = forward(
             self.model, ids, fixed["positions"][:rows], fixed["write_slots"][:rows], attention, self.kv
         )
-        return head(self.model, x, residual)
+        return head(self.model, x, residual, out=self._logits[:rows])
 
     def _eager(self, ring: int, plan: StepPlan, law: PlainLaw | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         tokens = self._input.pack_eager(ring, plan, law)

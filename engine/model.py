@@ -87,10 +87,10 @@ def forward(
     return x, residual
 
 
-def head(model: Model, x: Tensor, residual: Tensor, rows: Tensor | None = None) -> Tensor:
+def head(model: Model, x: Tensor, residual: Tensor, rows: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """Logits fp32[rows, vocab] of chosen tokens, gathered before the final norm; None is all of them, and then
-    `residual` is used up."""
+    `residual` is used up. out: where the logits go, if given."""
     if rows is not None:
         x, residual = x.index_select(0, rows), residual.index_select(0, rows)
     x = model.ops.add_rms_norm(x, residual, model.norm, model.config.rms_norm_eps)
-    return model.ops.head_fp32(x, model.head)
+    return model.ops.head_fp32(x, model.head, out)

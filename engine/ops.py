@@ -52,8 +52,8 @@ class Ops(Protocol):
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up for gate_up [T, 2 * inner] = [gate, up]."""
 
-    def head_fp32(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Logits fp32[rows, vocab], never rounded to the worker's dtype."""
+    def head_fp32(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        """Logits fp32[rows, vocab], never rounded to the worker's dtype; into `out` if given."""
 
 
 class TorchOps:
@@ -100,12 +100,13 @@ class TorchOps:
         gate, up = gate_up.chunk(2, dim=-1)
         return functional.silu(gate.float()).mul_(up).to(gate_up.dtype)
 
-    def head_fp32(self, x: Tensor, weight: Tensor) -> Tensor:
+    def head_fp32(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         if weight.dtype == torch.float32:
-            return functional.linear(x, weight)
+            return torch.matmul(x, weight.t(), out=out)
         # torch's CPU build cannot multiply bf16 into fp32; a whole head in fp32 would double the memory of the model.
         x, starts = x.float(), range(0, len(weight), HEAD_SLICE)
-        return torch.cat([functional.linear(x, weight[i : i + HEAD_SLICE].float()) for i in starts], dim=-1)
+        slices = [functional.linear(x, weight[i : i + HEAD_SLICE].float()) for i in starts]
+        return torch.cat(slices, dim=-1, out=out)
 
 
 def _normed(x: Tensor, eps: float) -> Tensor:

@@ -25,9 +25,9 @@ class CountingOps(TorchOps):
     def __init__(self) -> None:
         self.head_rows: list[int] = []
 
-    def head_fp32(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def head_fp32(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         self.head_rows.append(len(x))
-        return super().head_fp32(x, weight)
+        return super().head_fp32(x, weight, out)
 
 
 @pytest.fixture(scope="module")
