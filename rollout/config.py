@@ -43,7 +43,9 @@ class WorkerConfig(BaseSettings):
 
     weights: Path = option(..., "model", "checkpoint directory (safetensors, config.json, tokenizer.json)")
     device: Literal["cpu", "cuda"] = option("cpu", "model", "where the model runs")
-    dtype: Literal["float32", "bfloat16"] = option("float32", "model", "of weights and KV cache")
+    dtype: Literal["auto", "float32", "bfloat16"] = option(
+        "auto", "model", "of weights and KV cache; auto: float32 on cpu, bfloat16 on cuda"
+    )
     weight_version: int = option(0, "model", "version of the weights loaded at start", ge=-(2**63), lt=2**63)
 
     max_context: int | None = option(
@@ -111,6 +113,13 @@ class WorkerConfig(BaseSettings):
                 f"--max-step-tokens {self.max_step_tokens} must be at least --max-running {self.max_running}"
             )
         return self
+
+    @property
+    def model_dtype(self) -> str:
+        """What `dtype` means on this device."""
+        if self.dtype != "auto":
+            return self.dtype
+        return "bfloat16" if self.device == "cuda" else "float32"
 
     @property
     def in_process(self) -> bool:

@@ -54,7 +54,7 @@ def load(config: WorkerConfig) -> Loaded:
             {
                 "path": config.weights,
                 "config": engine_config,
-                "dtype": config.dtype,
+                "dtype": config.model_dtype,
                 "device": config.device,
                 "num_blocks": blocks,
                 "token_bytes": tokenizer.token_bytes(model_config.vocab_size) if tokenizer else None,
@@ -66,7 +66,7 @@ def load(config: WorkerConfig) -> Loaded:
         raise StartError(str(error)) from error
     model = ModelInfo(
         architecture=info.model.architecture,
-        dtype=config.dtype,
+        dtype=config.model_dtype,
         vocab_size=info.model.vocab_size,
         max_context=min(engine_config.max_context, info.kv_tokens),
         eos_ids=info.model.eos_ids,
@@ -93,7 +93,7 @@ def _blocks(config: WorkerConfig, engine: EngineConfig, model: ModelConfig) -> i
     """
     if config.kv_tokens is not None:
         return -(-config.kv_tokens // BLOCK_SIZE) + 1
-    itemsize = ITEMSIZE[config.dtype]
+    itemsize = ITEMSIZE[config.model_dtype]
     if config.kv_memory is not None:
         return kv_blocks_in(config.kv_memory, model, itemsize)
     if config.device == "cuda":
