@@ -7,8 +7,6 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Final
 
-import numpy as np
-
 from engine.engine import Engine
 from engine.errors import RequestError
 from engine.handle import (
@@ -25,7 +23,7 @@ from engine.handle import (
     WeightsReport,
 )
 from engine.reload import PrepareEnded, WeightUpdates
-from engine.request import Completion, Failure, Request
+from engine.request import Completion, Failure, Request, refusal
 from engine.step import WeightStore
 
 
@@ -143,10 +141,3 @@ class EngineLoop:
                     weights = (WeightsFailed(update_id, failure),)
             if completions or weights:
                 self._deliver(Report(completions, weights, self._engine.stats(), failure))
-
-
-def refusal(request: Request, failure: Failure) -> Completion:
-    """The end of a request that the engine did not take, or will not finish."""
-    empty = np.empty(0, np.float32)
-    logprobs = dict.fromkeys(request.logprob_modes, empty)
-    return Completion(request.id, "error", np.empty(0, np.int32), logprobs, error=failure)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from threading import Lock
 
 from engine.handle import Command, Committed, CommitWeights, Prepared, PrepareWeights, Report, Submit, WeightsFailed
-from engine.loop import refusal
-from engine.request import Completion, Failure, Request
+from engine.request import Completion, Failure, Request, refusal
 
 
 class Promises:

@@ -48,10 +48,6 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
-    @property
-    def has_filter(self) -> bool:
-        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
-
 
 @dataclass(frozen=True, slots=True)
 class StopRule:
@@ -140,3 +136,9 @@ class Failure:
     code: str
     message: str
     field: str | None = None
+
+
+def refusal(request: Request, failure: Failure) -> Completion:
+    """The end of a request that the engine did not take, or will not finish: no tokens."""
+    logprobs = dict.fromkeys(request.logprob_modes, np.empty(0, np.float32))
+    return Completion(request.id, "error", np.empty(0, np.int32), logprobs, error=failure)

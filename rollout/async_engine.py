@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal, TypeVar
 
-import numpy as np
-
 from engine.handle import (
     Abort,
     Command,
@@ -29,7 +27,7 @@ from engine.handle import (
     WeightsFailed,
     WeightsReport,
 )
-from engine.request import Completion, Failure, FinishReason, LogprobMode, Request
+from engine.request import Completion, Failure, FinishReason, Request, refusal
 from engine.step import WeightsInfo
 from protocols.errors import EngineDead, WeightsBusy
 from rollout.failures import wire_error
@@ -41,7 +39,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    modes: tuple[LogprobMode, ...]
+    request: Request
     future: asyncio.Future[Completion]
 
 
@@ -83,8 +81,8 @@ class AsyncEngine:
         while before := self._requests.get(request.id):
             await asyncio.wait([before.future])
         if self._died is not None:
-            return _dead(request.id, request.logprob_modes, self._died)
-        waiting = self._requests[request.id] = _Waiting(request.logprob_modes, self._loop.create_future())
+            return _dead(request, self._died)
+        waiting = self._requests[request.id] = _Waiting(request, self._loop.create_future())
         self._post(Submit((request,)))
         try:
             return await asyncio.shield(waiting.future)
@@ -205,8 +203,8 @@ class AsyncEngine:
         self._death.set()
         self._outbox.clear()
         requests, self._requests = self._requests, {}
-        for request_id, waiting in requests.items():
-            waiting.future.set_result(_dead(request_id, waiting.modes, failure))
+        for waiting in requests.values():
+            waiting.future.set_result(_dead(waiting.request, failure))
         for prepare in self._prepares.values():
             prepare.set_exception(EngineDead(failure.message))
         for commit in self._commits.values():
@@ -238,11 +236,5 @@ def _merged(commands: list[Command]) -> Iterator[Command]:
             yield from run
 
 
-def _dead(request_id: str, modes: tuple[LogprobMode, ...], failure: Failure) -> Completion:
-    return Completion(
-        request_id,
-        "error",
-        np.empty(0, np.int32),
-        {mode: np.empty(0, np.float32) for mode in modes},
-        error=Failure("engine_dead", failure.message),
-    )
+def _dead(request: Request, failure: Failure) -> Completion:
+    return refusal(request, Failure("engine_dead", failure.message))

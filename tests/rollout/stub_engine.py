@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from engine.handle import Abort, Command, EngineStats, Report, Submit, WeightsReport
-from engine.request import Completion, Failure, FinishReason, Request, Times
+from engine.request import Completion, Failure, FinishReason, Request, Times, refusal
 
 Reply = Callable[[Request], Completion | None]
 
@@ -48,8 +48,8 @@ def completed(
 
 
 def refused(request: Request, code: str, message: str = "no", field: str | None = None) -> Completion:
-    """What the engine says to a request that it does not take: no tokens, and no arrays for the modes either."""
-    return Completion(request.id, "error", np.empty(0, np.int32), {}, error=Failure(code, message, field))
+    """What the engine says to a request that it does not take."""
+    return refusal(request, Failure(code, message, field))
 
 
 class StubEngine:
