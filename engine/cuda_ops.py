@@ -1,4 +1,7 @@
-"""`Ops` on an NVIDIA GPU: cuBLAS for the linears, Triton for what lies between them."""
+"""`Ops` on an NVIDIA GPU. Few rows: linears with what lies around them in one launch. Many: cuBLAS, and Triton between.
+
+A step takes one of the two ways as a whole, by its number of rows.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +9,55 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine.kernels import skinny_linear
 from engine.kernels.norm import add_rms_norm, rms_norm
 from engine.kernels.qk_norm_rope_write import qk_norm_rope_write
 from engine.kernels.silu_mul import silu_mul
+from engine.kernels.skinny_linear import Scaled
+
+FUSED_CAPABILITIES = (9, 10)
+"""Of the GPU: from 9 on a launch may overlap the one before it; others than these lack the shared memory."""
 
 
 class CudaOps:
     """The kernels behind the model; shapes as in `Ops`. Every call can be captured in a CUDA graph."""
 
+    def __init__(self) -> None:
+        fused = torch.cuda.get_device_capability()[0] in FUSED_CAPABILITIES
+        self._fused_rows = skinny_linear.MAX_ROWS if fused else 0
+
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
         return weight.index_select(0, ids)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return rms_norm(x, weight, eps)
+    def norm(self, residual: Tensor, weight: Tensor, eps: float) -> Tensor | Scaled:
+        if len(residual) <= self._fused_rows:
+            return skinny_linear.norm(residual, weight, eps)
+        return rms_norm(residual, weight, eps)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return add_rms_norm(x, residual, weight, eps)
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def linear(self, x: Tensor | Scaled, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if isinstance(x, Scaled):
+            return skinny_linear.linear(x, weight, bias)
         return functional.linear(x, weight, bias)
+
+    def gate_up(self, x: Tensor | Scaled, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if isinstance(x, Scaled):
+            return skinny_linear.gate_up(x, weight, bias)
+        return silu_mul(functional.linear(x, weight, bias))
+
+    def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
+        if len(x) <= self._fused_rows:
+            skinny_linear.linear_add(x, weight, bias, residual)
+        elif bias is None:
+            residual.addmm_(x, weight.t())
+        else:
+            residual.add_(functional.linear(x, weight, bias))
+
+    def linear_add_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm: Tensor, eps: float
+    ) -> Tensor | Scaled:
+        if len(x) <= self._fused_rows:
+            return skinny_linear.linear_add_norm(x, weight, bias, residual, norm, eps)
+        return add_rms_norm(functional.linear(x, weight, bias), residual, norm, eps)
 
     def qk_norm_rope_write(
         self,
@@ -38,10 +71,9 @@ class CudaOps:
     ) -> Tensor:
         return qk_norm_rope_write(qkv, qk_norm, eps, rope, write_slots, keys, values)
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return silu_mul(gate_up)
-
-    def head_fp32(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    def head_fp32(self, x: Tensor | Scaled, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        if isinstance(x, Scaled):
+            return skinny_linear.linear(x, weight, None, torch.float32, out)
         if out is None:
             return torch.mm(x, weight.t(), out_dtype=torch.float32)
         return torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)

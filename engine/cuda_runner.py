@@ -145,10 +145,8 @@ class CudaRunner:
         fixed = self._input.fixed
         ids = self._last_token.index_select(0, fixed["slots"][:rows])
         attention = DecodeStep.of(fixed, rows, self._scratch)
-        x, residual = forward(
-            self.model, ids, fixed["positions"][:rows], fixed["write_slots"][:rows], attention, self.kv
-        )
-        return head(self.model, x, residual, out=self._logits[:rows])
+        residual = forward(self.model, ids, fixed["positions"][:rows], fixed["write_slots"][:rows], attention, self.kv)
+        return head(self.model, residual, out=self._logits[:rows])
 
     def _eager(self, ring: int, plan: StepPlan, law: PlainLaw | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         tokens = self._input.pack_eager(ring, plan, law)
@@ -163,13 +161,13 @@ class CudaRunner:
         decoding = self._last_token.index_select(0, fixed["slots"][:decodes])
         ids = torch.cat((decoding, tokens.token_ids))
         attention = MixedStep(decode, prefill)
-        x, residual = forward(self.model, ids, tokens.positions, tokens.write_slots, attention, self.kv)
-        scores = self._score(plan, x, residual)
+        residual = forward(self.model, ids, tokens.positions, tokens.write_slots, attention, self.kv)
+        scores = self._score(plan, residual)
         if not len(tokens.sample_tokens):
-            return x.new_empty(0, self.vocab_size, dtype=torch.float32), scores
-        return head(self.model, x, residual, tokens.sample_tokens), scores
+            return residual.new_empty(0, self.vocab_size, dtype=torch.float32), scores
+        return head(self.model, residual, tokens.sample_tokens), scores
 
-    def _score(self, plan: StepPlan, x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+    def _score(self, plan: StepPlan, residual: Tensor) -> tuple[Tensor, ...]:
         begins = np.cumsum(plan.query_lens) - plan.query_lens
         scores = []
         for score in plan.scores:
@@ -178,7 +176,7 @@ class CudaRunner:
             for first in range(0, len(score.targets), SCORE_ROWS):
                 targets = score.targets[first : first + SCORE_ROWS]
                 span = slice(begin + first, begin + first + len(targets))
-                logits = head(self.model, x[span], residual[span].clone())
+                logits = head(self.model, residual[span])
                 position = int(plan.context_lens[score.row]) + first
                 parts.append(self._sampler.score(logits, slot, position, targets))
             scores.append(torch.cat(parts, dim=1))

@@ -6,6 +6,7 @@ A step is a function of (weights, KV pool, input); nothing is kept between steps
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -39,7 +40,7 @@ class Model:
     """Everything a forward pass needs beside its input and the KV pool. rope: see `rope_table`."""
 
     config: ModelConfig
-    ops: Ops
+    ops: Ops[Any]
     embedding: Tensor
     layers: tuple[Layer, ...]
     norm: Tensor
@@ -47,7 +48,7 @@ class Model:
     rope: Tensor
 
 
-def build_model(config: ModelConfig, arena: Arena, ops: Ops, positions: int) -> Model:
+def build_model(config: ModelConfig, arena: Arena, ops: Ops[Any], positions: int) -> Model:
     """A model over an arena, for sequences of up to `positions` tokens."""
     found = arena.parameters
     layers = tuple(
@@ -67,30 +68,31 @@ def build_model(config: ModelConfig, arena: Arena, ops: Ops, positions: int) -> 
 
 def forward(
     model: Model, ids: Tensor, positions: Tensor, write_slots: Tensor, attention: AttentionStep, kv: KVPool
-) -> tuple[Tensor, Tensor]:
-    """All layers over T tokens (int64[T] each): writes their KV and returns (x, residual), dtype[T, hidden] each,
-    whose sum is the input of the final norm."""
+) -> Tensor:
+    """All layers over T tokens (int64[T] each): writes their KV and returns the residual, dtype[T, hidden], which is
+    the input of the final norm."""
     ops, eps = model.ops, model.config.rms_norm_eps
     rope = model.rope.index_select(0, positions)
     residual = ops.embedding(ids, model.embedding)
-    x = ops.rms_norm(residual, model.layers[0].input_norm, eps)
+    x = ops.norm(residual, model.layers[0].input_norm, eps)
     for i, layer in enumerate(model.layers):
-        if i > 0:
-            x = ops.add_rms_norm(x, residual, layer.input_norm, eps)
         qkv = ops.linear(x, layer.qkv, layer.qkv_bias)
         q = ops.qk_norm_rope_write(qkv, layer.qk_norm, eps, rope, write_slots, kv.keys[i], kv.values[i])
         x = attention.attend(q, kv.keys[i], kv.values[i])
-        x = ops.linear(x, layer.o, layer.o_bias)
-        x = ops.add_rms_norm(x, residual, layer.post_norm, eps)
-        x = ops.silu_mul(ops.linear(x, layer.gate_up, layer.gate_up_bias))
-        x = ops.linear(x, layer.down, layer.down_bias)
-    return x, residual
+        x = ops.linear_add_norm(x, layer.o, layer.o_bias, residual, layer.post_norm, eps)
+        x = ops.gate_up(x, layer.gate_up, layer.gate_up_bias)
+        if i + 1 == len(model.layers):
+            ops.linear_add(x, layer.down, layer.down_bias, residual)
+        else:
+            next_norm = model.layers[i + 1].input_norm
+            x = ops.linear_add_norm(x, layer.down, layer.down_bias, residual, next_norm, eps)
+    return residual
 
 
-def head(model: Model, x: Tensor, residual: Tensor, rows: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """Logits fp32[rows, vocab] of chosen tokens, gathered before the final norm; None is all of them, and then
-    `residual` is used up. out: where the logits go, if given."""
+def head(model: Model, residual: Tensor, rows: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """Logits fp32[rows, vocab] of chosen tokens, gathered before the final norm; None is all of them. out: where the
+    logits go, if given."""
     if rows is not None:
-        x, residual = x.index_select(0, rows), residual.index_select(0, rows)
-    x = model.ops.add_rms_norm(x, residual, model.norm, model.config.rms_norm_eps)
+        residual = residual.index_select(0, rows)
+    x = model.ops.norm(residual, model.norm, model.config.rms_norm_eps)
     return model.ops.head_fp32(x, model.head, out)

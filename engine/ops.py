@@ -7,7 +7,7 @@ is computed in between is fp32, rounded once.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,20 +17,32 @@ HEAD_SLICE = 8192
 """Vocabulary rows of the head that are held in fp32 at once when the worker's dtype is another."""
 
 
-class Ops(Protocol):
-    """What the model asks of a device."""
+Normed = TypeVar("Normed")
+"""What a device hands from a norm to the linear behind it: the normed rows, or what they are made of."""
+
+
+class Ops(Protocol[Normed]):
+    """What the model asks of a device. Residuals are changed in place."""
 
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
         """Rows `ids` (int64[T]) of weight [vocab, hidden], in memory of their own."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) * weight over the last axis."""
+    def norm(self, residual: Tensor, weight: Tensor, eps: float) -> Normed:
+        """residual / sqrt(mean(residual^2) + eps) * weight over the last axis."""
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Add x to `residual` in place and return the norm of the sum."""
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def linear(self, x: Normed, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x @ weight.T + bias."""
+
+    def gate_up(self, x: Normed, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """silu(gate) * up of [gate, up] = x @ weight.T + bias, for weight [2 * inner, hidden]: [T, inner]."""
+
+    def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
+        """Add x @ weight.T + bias to `residual`."""
+
+    def linear_add_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm: Tensor, eps: float
+    ) -> Normed:
+        """`linear_add`, then `norm` of the residual with the weight `norm`."""
 
     def qk_norm_rope_write(
         self,
@@ -49,10 +61,7 @@ class Ops(Protocol):
         write_slots: int64[T], block * 16 + offset. keys, values: [blocks, 16, kv_heads, head_dim], written in place.
         """
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up for gate_up [T, 2 * inner] = [gate, up]."""
-
-    def head_fp32(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    def head_fp32(self, x: Normed, weight: Tensor, out: Tensor | None = None) -> Tensor:
         """Logits fp32[rows, vocab], never rounded to the worker's dtype; into `out` if given."""
 
 
@@ -62,14 +71,27 @@ class TorchOps:
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
         return weight.index_select(0, ids)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return _normed(x.float(), eps).mul_(weight).to(x.dtype)
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return self.rms_norm(residual.add_(x), weight, eps)
+    def norm(self, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return _normed(residual.float(), eps).mul_(weight).to(residual.dtype)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return functional.linear(x, weight, bias)
+
+    def gate_up(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self.silu_mul(functional.linear(x, weight, bias))
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up for gate_up [T, 2 * inner] = [gate, up]."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return functional.silu(gate.float()).mul_(up).to(gate_up.dtype)
+
+    def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
+        residual.add_(functional.linear(x, weight, bias))
+
+    def linear_add_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm: Tensor, eps: float
+    ) -> Tensor:
+        return self.norm(residual.add_(functional.linear(x, weight, bias)), norm, eps)
 
     def qk_norm_rope_write(
         self,
@@ -95,10 +117,6 @@ class TorchOps:
         keys.view(-1, kv_heads, dim).index_copy_(0, write_slots, turned[:, heads:])
         values.view(-1, kv_heads, dim).index_copy_(0, write_slots, qkv[:, heads + kv_heads :])
         return turned[:, :heads]
-
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return functional.silu(gate.float()).mul_(up).to(gate_up.dtype)
 
     def head_fp32(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         if weight.dtype == torch.float32:

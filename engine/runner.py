@@ -62,22 +62,22 @@ class StepDevice:
             self._sampler.start(start)
         decoding = self._last_token.index_select(0, step.slots[: step.num_decode])
         ids = torch.cat((decoding, step.token_ids)) if step.chunks else decoding
-        x, residual = forward(self.model, ids, step.positions, step.write_slots, self.attention.plan(step), self.kv)
-        scores = tuple(self._score(score, x, residual) for score in step.scores)
+        residual = forward(self.model, ids, step.positions, step.write_slots, self.attention.plan(step), self.kv)
+        scores = tuple(self._score(score, residual) for score in step.scores)
         if not step.num_samples:
             return StepResult(None, scores)
         rows = None if step.num_samples == step.num_tokens and not step.scores else step.sample_tokens
-        logits = head(self.model, x, residual, rows)
+        logits = head(self.model, residual, rows)
         sampled = self._sampler.sample(logits, step.host_sample_slots, step.host_sample_positions)
         self._last_token.index_copy_(0, step.sample_slots, sampled.token_ids)
         return StepResult(sampled, scores)
 
-    def _score(self, score: Score, x: Tensor, residual: Tensor) -> Tensor:
+    def _score(self, score: Score, residual: Tensor) -> Tensor:
         parts = []
         for first in range(0, len(score.targets), SCORE_ROWS):
             targets = score.targets[first : first + SCORE_ROWS]
             span = slice(score.start + first, score.start + first + len(targets))
-            logits = head(self.model, x[span], residual[span].clone())
+            logits = head(self.model, residual[span])
             parts.append(self._sampler.score(logits, score.slot, score.position + first, targets))
         return torch.cat(parts, dim=1)
 

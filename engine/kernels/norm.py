@@ -1,6 +1,6 @@
 """RMS norm, alone and with the residual added first, one launch each; one program a row.
 
-Twins: `TorchOps.rms_norm` and `TorchOps.add_rms_norm`.
+Twin: `TorchOps.norm`.
 """
 
 from __future__ import annotations

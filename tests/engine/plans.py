@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,7 +67,7 @@ def start(
 
 
 def device_on(
-    config: ModelConfig, weights: Weights, memory: Memory, ops: Ops | None = None, blocks: int = 60
+    config: ModelConfig, weights: Weights, memory: Memory, ops: Ops[Any] | None = None, blocks: int = 60
 ) -> StepDevice:
     place, dtype = memory.device, weights.arena.dtype
     kv = KVPool(config, blocks, dtype, memory)
@@ -76,7 +77,7 @@ def device_on(
     return StepDevice(model, kv, attention, Sampler(config.vocab_size, LIMITS.max_rows, place), LIMITS.max_rows)
 
 
-def load_device(path: Path, ops: Ops | None = None) -> StepDevice:
+def load_device(path: Path, ops: Ops[Any] | None = None) -> StepDevice:
     config, memory = read_model_config(path), Memory(CPU)
     weights = Weights(config, torch.float32, memory)
     weights.prepare(str(path), 0, None)

@@ -31,8 +31,8 @@ def test_logits_of_every_position_are_transformers(tmp_path: Path, architecture:
     step = pack(Row(0, 0, [9, 3, 17, 4], tokens.tolist()))
     with torch.inference_mode():
         attention = device.attention.plan(step)
-        x, residual = forward(device.model, step.token_ids, step.positions, step.write_slots, attention, device.kv)
-        found = head(device.model, x, residual)
+        residual = forward(device.model, step.token_ids, step.positions, step.write_slots, attention, device.kv)
+        found = head(device.model, residual)
     expected = torch.from_numpy(Reference(path).logits(tokens.tolist()))
     torch.testing.assert_close(found.log_softmax(-1), expected.log_softmax(-1), rtol=0, atol=1e-4)
 
@@ -51,19 +51,19 @@ def test_llama_with_biases_is_transformers(tmp_path: Path, bias: str) -> None:
     step = pack(Row(0, 0, [9, 3], tokens.tolist()))
     with torch.inference_mode():
         attention = device.attention.plan(step)
-        x, residual = forward(device.model, step.token_ids, step.positions, step.write_slots, attention, device.kv)
-        found = head(device.model, x, residual)
+        residual = forward(device.model, step.token_ids, step.positions, step.write_slots, attention, device.kv)
+        found = head(device.model, residual)
         expected = model(torch.from_numpy(tokens.astype("int64"))[None]).logits[0]
     torch.testing.assert_close(found.log_softmax(-1), expected.log_softmax(-1), rtol=0, atol=1e-4)
 
 
 def test_head_rows_are_gathered_before_the_final_norm(tmp_path: Path) -> None:
     device = load_device(write_rand(tmp_path / "m"))
-    x, residual = torch.randn(2, 6, 64)
-    rows, before = torch.tensor([5, 0, 5]), residual.clone()
-    some = head(device.model, x, residual, rows)
-    assert torch.equal(residual, before), "gathered rows are copies"
-    torch.testing.assert_close(some, head(device.model, x, residual)[rows])
+    residual, rows = torch.randn(6, 64), torch.tensor([5, 0, 5])
+    before = residual.clone()
+    some = head(device.model, residual, rows)
+    torch.testing.assert_close(some, head(device.model, residual)[rows])
+    assert torch.equal(residual, before), "the residual is not used up"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -34,21 +34,26 @@ def norm64(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
-def test_rms_norm(dtype: torch.dtype, scale: float) -> None:
+def test_norm(dtype: torch.dtype, scale: float) -> None:
     x, weight = rand(5, 64, dtype=dtype) * scale, rand(64, dtype=dtype, seed=1)
     before = x.clone()
-    close(OPS.rms_norm(x, weight, EPS), norm64(x, weight), dtype)
+    close(OPS.norm(x, weight, EPS), norm64(x, weight), dtype)
     assert torch.equal(x, before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_add_rms_norm_adds_in_place(dtype: torch.dtype) -> None:
-    x, residual, weight = rand(3, 64, dtype=dtype), rand(3, 64, dtype=dtype, seed=1), rand(64, dtype=dtype, seed=2)
-    total, address = x + residual, residual.data_ptr()
-    found = OPS.add_rms_norm(x, residual, weight, EPS)
+@pytest.mark.parametrize("biased", [True, False])
+def test_linear_add_norm_adds_in_place(dtype: torch.dtype, biased: bool) -> None:
+    x, weight, residual = rand(3, 16, dtype=dtype), rand(64, 16, dtype=dtype, seed=1), rand(3, 64, dtype=dtype, seed=2)
+    norm, bias = rand(64, dtype=dtype, seed=3), rand(64, dtype=dtype, seed=4) if biased else None
+    total, plain = residual + OPS.linear(x, weight, bias), residual.clone()
+    address = residual.data_ptr()
+    found = OPS.linear_add_norm(x, weight, bias, residual, norm, EPS)
     assert torch.equal(residual, total)
     assert residual.data_ptr() == address
-    close(found, norm64(total, weight), dtype)
+    close(found, norm64(total, norm), dtype)
+    OPS.linear_add(x, weight, bias, plain)
+    assert torch.equal(plain, total)
 
 
 def test_an_embedding_row_is_not_the_weight_itself() -> None:
@@ -64,6 +69,14 @@ def test_silu_mul(dtype: torch.dtype) -> None:
     gate_up = rand(3, 20, dtype=dtype)
     gate, up = gate_up.double().chunk(2, -1)
     close(OPS.silu_mul(gate_up), gate * torch.sigmoid(gate) * up, dtype)
+
+
+@pytest.mark.parametrize("biased", [True, False])
+def test_gate_up(biased: bool) -> None:
+    x, weight, bias = rand(3, 8), rand(20, 8, seed=1), rand(20, seed=2) if biased else None
+    gate, up = (x.double() @ weight.double().T + (0 if bias is None else bias)).chunk(2, -1)
+    found = OPS.gate_up(x, weight, bias)
+    torch.testing.assert_close(found.double(), gate * torch.sigmoid(gate) * up, rtol=1e-5, atol=1e-5)
 
 
 def test_linear() -> None:
