@@ -20,8 +20,6 @@ from rollout.ledger import Ledger
 from rollout.mailbox import Mailbox
 from rollout.trajectory import End, Trajectory, TrajectorySpec
 
-__all__ = ["Patience", "Rollout"]
-
 log = logging.getLogger(__name__)
 
 
@@ -67,7 +65,8 @@ class Rollout:
         deadline = self._set_deadline()
         try:
             return await self._conclude(await self._episode(ledger), ledger)
-        except Exception as error:
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            # Out of a task the last two would end the loop, and with it everyone's trajectories.
             log.exception("%s: the worker failed", self._spec.trajectory_id)
             return self._broken(error, ledger)
         finally:
@@ -133,6 +132,8 @@ class Rollout:
         rewards = Rewards()
         if STATUS_OF[end.reason] in ("completed", "truncated") and self._environment.scores:
             draft = self._trajectory.to_record(end, ledger.total, ledger.wall_s, rewards)
+            # The group's metadata is in the records of all its samples.
+            draft = draft.model_copy(update={"metadata": copy.deepcopy(draft.metadata)})
             scored = await self._environment.finish(draft, (self._cancelled,))
             ledger.tool()
             if isinstance(scored, End):
@@ -141,7 +142,7 @@ class Rollout:
                 rewards = scored
         return self._trajectory.to_record(end, ledger.total, ledger.wall_s, rewards)
 
-    def _broken(self, error: Exception, ledger: Ledger) -> Record:
+    def _broken(self, error: BaseException, ledger: Ledger) -> Record:
         """A fault of our own. What the trajectory holds cannot be trusted, so only its prompt goes back."""
         failure = Internal(f"{type(error).__name__}: {error}", scope="trajectory").failure("generate")
         untouched = Trajectory(self._spec, self._model)

@@ -15,6 +15,8 @@ from rollout.trajectory import Answer
 
 MAX_PARTS = 256
 """Named rewards of one trajectory."""
+MAX_NAME = 256
+"""Characters of the name of one."""
 
 
 class BadAnswer(Exception):
@@ -24,6 +26,8 @@ class BadAnswer(Exception):
 def check_environment(made: Any) -> Environment:
     if not isinstance(made, Environment):
         raise BadAnswer(f"the factory made {_kind(made)}, not an Environment")
+    if made.on_length not in ("end", "continue"):
+        raise BadAnswer(f"on_length is {made.on_length!r}, neither 'end' nor 'continue'")
     return made
 
 
@@ -74,10 +78,17 @@ def _parts(parts: Any) -> dict[str, float]:
     for name, value in parts.items():
         if not isinstance(name, str):
             raise BadAnswer(f"the name of a reward is {_kind(name)}, not a string")
+        if not _is_text(name):
+            raise BadAnswer(f"the name of a reward is not 1 to {MAX_NAME} characters of UTF-8: {name[:64]!a}")
         if (reward := _reward(value, f"reward {name[:64]!r}")) is None:
             raise BadAnswer(f"reward {name[:64]!r} is None: leave it out")
         checked[name] = reward
     return checked
+
+
+def _is_text(name: str) -> bool:
+    """A lone surrogate cannot be sent."""
+    return 0 < len(name) <= MAX_NAME and name.encode(errors="replace").decode() == name
 
 
 def _reward(value: Any, name: str) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -68,15 +69,15 @@ class Guard:
     async def open(self, context: Callable[[], Context], stops: Stops) -> Answer | End:
         """Make the environment and reset it."""
         within = self._budget.tool_deadline_s or self._patience.step_s
-        made = await self._call("reset", self._make, (), check_environment, within, stops)
+        made = await self._call("reset", lambda: self._make, (), check_environment, within, stops)
         if isinstance(made, End):
             return made
         self._environment = made
         answer: Answer | End = Answer()
-        if not _is_default(made.reset):
+        if not _is_default(made, "reset"):
             answer = await self._call(
                 "reset",
-                made.reset,
+                lambda: made.reset,
                 (context(),),
                 lambda value: check_observation(value, self._vocab_size),
                 within,
@@ -89,22 +90,24 @@ class Guard:
         environment = self._made()
         within = self._budget.tool_deadline_s or (None if environment.patient else self._patience.step_s)
         return await self._call(
-            "step", environment.step, (turn,), lambda value: check_step(value, self._vocab_size), within, stops
+            "step", lambda: environment.step, (turn,), lambda value: check_step(value, self._vocab_size), within, stops
         )
 
     @property
     def scores(self) -> bool:
         """Will `finish` be asked? Not before `reset` has returned, nor while a call that was left behind still runs."""
         idle = self._left is None or not self._left.running
-        return self._ready and idle and not _is_default(self._made().finish)
+        return self._ready and idle and not _is_default(self._made(), "finish")
 
     async def finish(self, record: Record, stops: Stops) -> Rewards | End:
-        return await self._call("finish", self._made().finish, (record,), check_final, self._patience.finish_s, stops)
+        within, environment = self._patience.finish_s, self._made()
+        return await self._call("finish", lambda: environment.finish, (record,), check_final, within, stops)
 
     async def close(self) -> None:
         """Always called, also while a call that was left behind still runs: it may be what ends that call."""
-        if self._environment is not None and not _is_default(self._environment.close):
-            await self._call("close", self._environment.close, (), lambda _: None, self._patience.close_s, ())
+        environment = self._environment
+        if environment is not None and not _is_default(environment, "close"):
+            await self._call("close", lambda: environment.close, (), lambda _: None, self._patience.close_s, ())
 
     def _made(self) -> Environment:
         assert self._environment is not None
@@ -113,13 +116,16 @@ class Guard:
     async def _call(
         self,
         stage: Stage,
-        method: Callable[..., Any],
+        find: Callable[[], Callable[..., Any]],
         args: tuple[Any, ...],
         check: Callable[[Any], T],
         within: float | None,
         stops: Stops,
     ) -> T | End:
-        call = Call(method, *args)
+        try:
+            call = Call(find(), *args)
+        except BaseException as error:
+            return self._raised(stage, error)
         waits: set[asyncio.Future[Any]] = {call.task, *stops}
         try:
             await asyncio.sleep(0)  # most answer at once, and need no timer
@@ -133,17 +139,19 @@ class Guard:
             return next((stop.result() for stop in stops if stop.done()), None) or self._late(stage, within)
         outcome = call.task.result()
         if isinstance(outcome, Raised):
-            log.warning("%s: %s raised", self._name, stage, exc_info=outcome.error)
-            return _failed(stage, _describe(outcome.error))
+            return self._raised(stage, outcome.error)
         try:
             return check(outcome.value)
         except BadAnswer as error:
             log.warning("%s: %s", self._name, error)
             return _failed(stage, str(error))
-        except Exception as error:
+        except BaseException as error:
             # What was returned is the environment's own object, and may itself raise when it is looked at.
-            log.warning("%s: what %s returned raised", self._name, stage, exc_info=error)
-            return _failed(stage, _describe(error))
+            return self._raised(stage, error)
+
+    def _raised(self, stage: Stage, error: BaseException) -> End:
+        log.warning("%s: %s raised", self._name, stage, exc_info=error)
+        return _failed(stage, _describe(error))
 
     async def _leave(self, stage: Stage, call: Call) -> None:
         call.task.cancel()
@@ -160,10 +168,9 @@ class Guard:
         return _failed(stage, f"{stage} did not return within {within:g} s", code="timeout")
 
 
-def _is_default(method: Callable[..., Any]) -> bool:
+def _is_default(environment: Environment, method: Literal["reset", "finish", "close"]) -> bool:
     """A default of the base class says nothing: it need not be called."""
-    function = getattr(method, "__func__", None)
-    return function in (Environment.reset, Environment.finish, Environment.close)
+    return inspect.getattr_static(environment, method) is getattr(Environment, method)
 
 
 def _failed(stage: Stage, message: str, code: str = "internal") -> End:
@@ -174,5 +181,5 @@ def _failed(stage: Stage, message: str, code: str = "internal") -> End:
 def _describe(error: BaseException) -> str:
     try:
         return f"{type(error).__name__}: {error}"
-    except Exception:
+    except BaseException:
         return f"{type(error).__name__} (it cannot be printed)"

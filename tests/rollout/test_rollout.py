@@ -410,11 +410,17 @@ def test_an_environment_gets_copies_of_what_it_is_told() -> None:
             assert (context.seed, context.sample_index, context.group_id) == (7, 1, "g")
             return Observation(ids=[40], glue=[41], max_tokens=3)
 
+        async def finish(self, record: Record) -> float:
+            record.metadata["task"]["goal"] = object()
+            record.metadata["rewards"] = {"a": object()}
+            return 1.0
+
     stub = StubEngine()
     submitted = group(
         metadata={"task": {"goal": "x"}}, environment=fields.Environment(name="vandal", config={"level": 1})
     )
     result = record_of(stub, submitted, lambda: Vandal(lambda _t: Step(done=True)))
+    assert result.reward == 1.0
     assert result.metadata == submitted.metadata == {"task": {"goal": "x"}}
     assert submitted.environment.config == {"level": 1}
     assert result.segments[0].token_ids.tolist()[:5] == [10, 11, 12, 41, 40]
@@ -497,6 +503,17 @@ def test_a_fault_of_our_own_is_a_record_too(monkeypatch: pytest.MonkeyPatch) -> 
         "RuntimeError: a bug",
     )
     assert result.segments[0].token_ids.tolist() == [10, 11, 12]
+
+
+def test_an_attribute_of_an_environment_that_exits_does_not_end_the_loop() -> None:
+    class Exits(Scored):
+        @property
+        def patient(self) -> bool:  # type: ignore[override]
+            raise SystemExit(3)
+
+    result = record_of(StubEngine(), group(), lambda: Exits(lambda _t: Step(done=True)))
+    assert result.error is not None
+    assert (result.finish_reason, result.error.message) == ("error", "SystemExit: 3")
 
 
 # The trainer as the environment.

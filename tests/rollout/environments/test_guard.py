@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -74,8 +75,11 @@ def test_an_error_names_its_stage_and_itself(stage: str, error: BaseException) -
 
 def test_an_error_that_cannot_be_printed_is_still_reported_and_a_long_one_is_cut() -> None:
     class Unprintable(Exception):
+        def __init__(self, error: BaseException) -> None:
+            self.error = error
+
         def __str__(self) -> str:
-            raise RuntimeError("no")
+            raise self.error
 
     async def main(error: Exception) -> End:
         guard = await opened(lambda: Fake(step=raise_(error)))
@@ -83,13 +87,40 @@ def test_an_error_that_cannot_be_printed_is_still_reported_and_a_long_one_is_cut
         assert isinstance(end, End)
         return end
 
-    end = run(main(Unprintable()))
-    assert end.failure.message == "Unprintable (it cannot be printed)"
+    for error in (RuntimeError("no"), SystemExit(3)):
+        end = run(main(Unprintable(error)))
+        assert end.failure.message == "Unprintable (it cannot be printed)"
     end = run(main(ValueError("x" * 2_000_000)))
     assert len(end.failure.message) == guard_module.MAX_MESSAGE
 
 
-@pytest.mark.parametrize("made", [None, 3, Environment, object()])
+def test_what_raises_only_when_it_is_looked_at_is_an_error_too() -> None:
+    class Id(int):
+        def __le__(self, other: object) -> bool:
+            raise SystemExit(4)
+
+        __ge__ = __le__
+
+    class Hidden(Fake):
+        @property
+        def step(self) -> Any:  # type: ignore[override]
+            raise SystemExit(5)
+
+    async def main(make: Callable[[], Environment]) -> str:
+        end = await (await opened(make)).step(TURN, ())
+        assert isinstance(end, End)
+        assert end.failure is not None
+        return end.failure.message
+
+    assert run(main(lambda: Fake(step=lambda _t: Step(observation=[Id(1)])))) == "SystemExit: 4"
+    assert run(main(Hidden)) == "SystemExit: 5"
+
+
+class Undecided(Fake):
+    on_length = "go on"
+
+
+@pytest.mark.parametrize("made", [None, 3, Environment, object(), Undecided()])
 def test_a_factory_that_makes_no_environment_is_an_error_of_reset(made: Any) -> None:
     async def main() -> None:
         guard = guarded(lambda: made)
