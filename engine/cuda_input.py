@@ -39,16 +39,16 @@ _KINDS = {
 }
 """The fixed arrays in the order in which they lie in the buffer. keys has five entries a row."""
 
-_TOKEN_FIELDS = ("token_ids", "token_positions", "token_write_slots", "sample_tokens")
-"""int64 arrays of an eager step, behind its block ids."""
-
 _ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Of an eager step with T tokens and S sampling rows, on the device. token_ids: int64[T - num_decode], of the
-    prefill rows. positions, write_slots: int64[T]. sample_tokens: int64[S], their places among the T tokens."""
+    """Of an eager step with T tokens and S sampling rows, on the device, behind its block ids.
+
+    token_ids: int64[T - num_decode], of the prefill rows. positions, write_slots: int64[T].
+    sample_tokens: int64[S], places among the T tokens.
+    """
 
     token_ids: Tensor
     positions: Tensor

@@ -5,14 +5,14 @@ EngineError
 │   ├── PromptTooLong
 │   ├── RequestTooLarge   it cannot fit in the whole KV pool, even alone
 │   └── DuplicateRequest  a live request has this id
-├── NumericalError        a row of logits was not finite, or its support was empty
 ├── WeightsError          a checkpoint is refused; the old weights serve on
 │   ├── WeightsInvalid    a wrong name, shape, dtype, value or checksum
 │   ├── WeightsIncomplete a file or tensor is missing or cut short
 │   └── WeightsBusy       another update is under way
 └── OutOfMemory           the memory plan does not fit the device
 
-Every error carries the `code` that goes over the wire and, where there is one, the `field` it is about.
+Every error carries the `code` that goes over the wire and, where there is one, the `field` it is about. What goes
+wrong with a request that runs is no exception but the `Failure` of its `Completion`.
 """
 
 from __future__ import annotations
@@ -43,10 +43,6 @@ class RequestTooLarge(RequestError):
 
 class DuplicateRequest(RequestError):
     code = "duplicate"
-
-
-class NumericalError(EngineError):
-    code = "numerical_error"
 
 
 class WeightsError(EngineError):

@@ -27,7 +27,6 @@ class DecodeGraphs:
     def __init__(self, sizes: Sequence[int], step: Callable[[int], Tensor]) -> None:
         self._sizes = sorted(sizes)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self.pool_bytes = 0
         self._capture(step)
 
     def bucket(self, rows: int) -> int | None:
@@ -42,7 +41,6 @@ class DecodeGraphs:
         return logits
 
     def _capture(self, step: Callable[[int], Tensor]) -> None:
-        before = torch.cuda.memory_reserved()
         pool = None
         for size in reversed(self._sizes):
             step(size)  # compiles what is not compiled, and lets cuBLAS choose
@@ -52,4 +50,3 @@ class DecodeGraphs:
                 logits = step(size)
             pool = pool or graph.pool()
             self._graphs[size] = graph, logits
-        self.pool_bytes = torch.cuda.memory_reserved() - before

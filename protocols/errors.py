@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from protocols.records import Failure
-from protocols.scalars import Scope as Scope
+from protocols.scalars import Scope
 
 
 class RolloutError(Exception):

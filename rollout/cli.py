@@ -9,6 +9,7 @@ import signal
 import sys
 import typing
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import FrameType, UnionType
 from typing import Any, Literal, NoReturn
 
@@ -19,11 +20,10 @@ from rollout.config import WorkerConfig
 from rollout.start import Loaded, StartError, run_worker
 
 NAME = "rollout-worker"
-USAGE = 2
-"""Exit code of a command line that cannot be; 1 is everything that goes wrong later."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code: 0, or 1 for what goes wrong. Exits with 2, argparse's code, if an option is wrong."""
     return run(parse(sys.argv[1:] if argv is None else argv), _load)
 
 
@@ -53,7 +53,7 @@ def _load(config: WorkerConfig) -> Loaded:
 
 
 def parse(argv: Sequence[str]) -> WorkerConfig:
-    """Exits with a message if an option is wrong."""
+    """Exits with code 2 and a message if an option is wrong."""
     parser = build_parser()
     given = vars(parser.parse_args(argv))
     try:
@@ -119,7 +119,7 @@ def _metavar(kind: Any, unit: str) -> str:
     members = (
         typing.get_args(kind) if isinstance(kind, UnionType) or typing.get_origin(kind) is typing.Union else (kind,)
     )
-    return "N" if int in members else "PATH" if any("Path" in str(member) for member in members) else "ADDRESS"
+    return "N" if int in members else "PATH" if Path in members else "ADDRESS"
 
 
 def _flag(name: str) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from engine.request import Failure
-from protocols.errors import ERRORS, Internal, RolloutError, Scope
+from protocols.errors import ERRORS, Internal, RolloutError
+from protocols.fields import Scope
 
 
 def wire_error(failure: Failure, scope: Scope = "request") -> RolloutError:
