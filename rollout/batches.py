@@ -24,7 +24,7 @@ from rollout.trajectory import End, TrajectorySpec
 
 log = logging.getLogger(__name__)
 
-BURST = 16
+BURST = 8
 """Trajectories started, or ended, before other work on the loop gets its turn."""
 
 
