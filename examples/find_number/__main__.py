@@ -25,8 +25,13 @@ from rollout.client import Group, RolloutClient
 from rollout.local import local_worker
 
 ENVIRONMENT = "find_number=examples.find_number.environment:FindNumber"
-WORKER: dict[str, Any] = {"env": [ENVIRONMENT], "max_running": 256, "log_level": "warning"}
-"""Options of the `rollout-worker` command. A round's 256 trajectories fit into one step: their KV is tiny."""
+WORKER: dict[str, Any] = {
+    "env": [ENVIRONMENT],
+    "max_running": 256,  # a whole round fits into one step: its KV is tiny
+    "log_level": "warning",
+    "environment": {"OMP_NUM_THREADS": "1"},  # and so is the model: threads would only wait for each other
+}
+"""For `local_worker`: options of the `rollout-worker` command, and its environment variables."""
 MARGIN = 0.2
 """How much better than a player who does not listen the agent has to become."""
 TOLERANCE = 1e-3
@@ -88,7 +93,7 @@ def learn(
 
 
 def make_groups(client: RolloutClient, options: argparse.Namespace, number: int) -> list[Group]:
-    """One group for each hidden number. A seed makes a run repeatable; without one the worker draws it."""
+    """One group for each hidden number. The seeds fix the noise; without one the worker draws it."""
     return [
         client.group(
             [START],
