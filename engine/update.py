@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
 
@@ -85,9 +86,13 @@ def weights_digest(tensors: Mapping[str, torch.Tensor]) -> str:
     A tied head is not among `tensors`, so it counts once; how the engine fuses tensors does not show. Hashing each
     tensor apart lets both ends do it in parallel.
     """
+    names = sorted(tensors)
     total = sha256()
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        total.update(f"{name} {list(tensor.shape)}\n".encode())
-        total.update(sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().data).digest())
+    with ThreadPoolExecutor() as pool:  # hashing a large buffer lets other threads run
+        for name, digest in zip(names, pool.map(lambda name: _sha256(tensors[name]), names), strict=True):
+            total.update(f"{name} {list(tensors[name].shape)}\n".encode() + digest)
     return f"sha256:{total.hexdigest()}"
+
+
+def _sha256(tensor: torch.Tensor) -> bytes:
+    return sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().data).digest()
