@@ -20,6 +20,7 @@ from engine.config import BLOCK_SIZE
 from engine.memory import Memory
 from engine.sampler import PlainLaw
 from engine.step import StepPlan
+from engine.step_input import token_places
 
 _KINDS = {
     "slots": torch.int64,
@@ -108,18 +109,9 @@ class CudaInput:
     def pack_eager(self, ring: int, plan: StepPlan, law: PlainLaw | None) -> Tokens:
         """Any step, unpadded."""
         host = self._host_views[ring]
-        ends = np.cumsum(plan.query_lens, dtype=np.int64)
-        row = np.repeat(np.arange(plan.num_rows), plan.query_lens)
-        positions = np.arange(plan.num_tokens) + (plan.context_lens - (ends - plan.query_lens))[row]
-        blocks = plan.block_ids[plan.block_indptr[row] + positions // BLOCK_SIZE].astype(np.int64)
-        sampling = np.flatnonzero(plan.samples)
+        begins, positions, write_slots = token_places(plan)
         self._pack_rows(host, plan, law, plan.num_decode)
-        arrays = (
-            plan.token_ids,
-            positions,
-            blocks * BLOCK_SIZE + positions % BLOCK_SIZE,
-            ends[sampling] - 1,
-        )
+        arrays = (plan.token_ids, positions, write_slots, (begins + plan.query_lens)[plan.samples] - 1)
         raw, end = self._hosts[ring].numpy(), _aligned(self._blocks_start + plan.block_ids.nbytes)
         views = []
         for array in arrays:

@@ -7,7 +7,7 @@ are copied into pinned memory behind an event that `wait` waits for. Everything 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -23,10 +23,14 @@ from engine.kernels.paged_decode import DecodeScratch
 from engine.kernels.sample import sample_plain
 from engine.memory import KVPool, Memory
 from engine.model import Model, forward, head
-from engine.request import FloatArray, IntArray
-from engine.runner import RING, SCORE_ROWS, Limits, ResultBuffer, StepResult
+from engine.prompt_scores import score_prompt
+from engine.request import IntArray
+from engine.result_buffer import ResultBuffer, StepResult, owned
+from engine.ring import RING, Ring, RingTicket
+from engine.runner import Limits
 from engine.sampler import PlainLaw, Sampler
 from engine.step import StepOutput, StepPlan
+from engine.step_input import prompt_scores
 
 DecodeChoice = Literal["graph", "eager"]
 
@@ -43,20 +47,14 @@ class PathCounts:
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A step on its way: its results are whole in pinned memory once `done` has passed."""
+    """A step on its way: its results are whole in pinned memory once `done` has passed.
+
+    plain: int32[5, S] of `sample_plain`, where that sampled; `output` has only scores then.
+    """
 
     done: torch.cuda.Event
     plain: Tensor | None
-    output: StepOutput | None
-
-
-class CudaTicket:
-    def __init__(self, runner: CudaRunner, number: int) -> None:
-        self._runner = runner
-        self._number = number
-
-    def wait(self) -> StepOutput:
-        return self._runner.finish(self._number)
+    output: StepOutput
 
 
 class CudaRunner:
@@ -85,12 +83,11 @@ class CudaRunner:
             capacity(rows), rows, config.num_heads, config.num_kv_heads, config.head_dim, device
         )
         self._prefill = PagedPrefill(config, kv.keys[0].dtype, memory, RING)
-        self._results = [ResultBuffer(limits, memory) for _ in range(RING)]
+        self._results = [ResultBuffer(rows, limits.max_tokens, memory) for _ in range(RING)]
         self._plain_results = [
             memory.allocate(5 * 4 * rows, "step results", host=True, pinned=True).view(torch.int32) for _ in range(RING)
         ]
-        self._launched = 0
-        self._waited = 0
+        self._ring = Ring()
         self._flying: deque[Launched] = deque()
         self.graphs = DecodeGraphs(buckets(rows) if decode == "graph" else (), self._decode)
 
@@ -103,12 +100,9 @@ class CudaRunner:
         return self.model.config.vocab_size
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> CudaTicket:
+    def launch(self, plan: StepPlan) -> RingTicket:
         """Start a step. Raises `RuntimeError` with `RING` steps launched and none of them waited for."""
-        if self._launched - self._waited == RING:
-            raise RuntimeError(f"{RING} steps are launched and not waited for; their buffers are in use")
-        number = self._launched
-        ring = number % RING
+        ring = self._ring.claim()
         for start in plan.starts:
             self._sampler.start(start)
         slots = plan.slots[plan.samples]
@@ -116,17 +110,16 @@ class CudaRunner:
         law = self._sampler.plain(slots, positions)
         logits, scores = self._forward(ring, plan, law)
         self._flying.append(self._sample(ring, logits, scores, law, slots, positions))
-        self._launched += 1
-        return CudaTicket(self, number)
+        return self._ring.launch(self._finish)
 
-    def finish(self, number: int) -> StepOutput:
-        """The results of step `number`, counted from 0 in launch order, in arrays of their own."""
-        if number != self._waited:
-            raise RuntimeError(f"launched step {number} is waited for where {self._waited} is next")
-        self._waited += 1
+    def _finish(self) -> StepOutput:
         step = self._flying.popleft()
         step.done.synchronize()
-        return owned(step)
+        output = owned(step.output)
+        if step.plain is None:
+            return output
+        bits = step.plain.numpy().copy()
+        return replace(output, token_ids=bits[0], flags=bits[1].astype(np.uint8), logprobs=bits[2:].view(np.float32))
 
     def _forward(self, ring: int, plan: StepPlan, law: PlainLaw | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Logits fp32[S, vocab] of the sampling rows, and the prompt logprobs of the scored ones."""
@@ -162,25 +155,10 @@ class CudaRunner:
         ids = torch.cat((decoding, tokens.token_ids))
         attention = MixedStep(decode, prefill)
         residual = forward(self.model, ids, tokens.positions, tokens.write_slots, attention, self.kv)
-        scores = self._score(plan, residual)
+        scores = tuple(score_prompt(self.model, self._sampler, score, residual) for score in prompt_scores(plan))
         if not len(tokens.sample_tokens):
             return residual.new_empty(0, self.vocab_size, dtype=torch.float32), scores
         return head(self.model, residual, tokens.sample_tokens), scores
-
-    def _score(self, plan: StepPlan, residual: Tensor) -> tuple[Tensor, ...]:
-        begins = np.cumsum(plan.query_lens) - plan.query_lens
-        scores = []
-        for score in plan.scores:
-            begin, slot = int(begins[score.row]), int(plan.slots[score.row])
-            parts = []
-            for first in range(0, len(score.targets), SCORE_ROWS):
-                targets = score.targets[first : first + SCORE_ROWS]
-                span = slice(begin + first, begin + first + len(targets))
-                logits = head(self.model, residual[span])
-                position = int(plan.context_lens[score.row]) + first
-                parts.append(self._sampler.score(logits, slot, position, targets))
-            scores.append(torch.cat(parts, dim=1))
-        return tuple(scores)
 
     def _sample(
         self,
@@ -191,8 +169,8 @@ class CudaRunner:
         slots: IntArray,
         positions: IntArray,
     ) -> Launched:
-        rows, plain, output = len(slots), None, None
-        fixed = self._input.fixed
+        rows, fixed = len(slots), self._input.fixed
+        plain = sampled = None
         if rows and law is not None:
             results = sample_plain(
                 logits,
@@ -204,33 +182,10 @@ class CudaRunner:
             )
             plain = self._plain_results[ring][: 5 * rows].view(5, rows)
             plain.copy_(results, non_blocking=True)
-        sampled = None
         if rows and law is None:
             sampled = self._sampler.sample(logits, slots, positions)
             self._last_token.index_copy_(0, fixed["sample_slots"][:rows], sampled.token_ids)
-        if sampled is not None or scores:
-            output = self._results[ring].fill(StepResult(sampled, scores))
+        output = self._results[ring].fill(StepResult(sampled, scores))
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
         return Launched(done, plain, output)
-
-
-def owned(step: Launched) -> StepOutput:
-    """A step's results out of the pinned buffers."""
-    scores: tuple[FloatArray, ...] = ()
-    if step.output is not None:
-        scores = tuple(score.copy() for score in step.output.scores)
-    if step.plain is not None:
-        bits = step.plain.numpy().copy()
-        return StepOutput(bits[0], bits[2:].view(np.float32), bits[1].astype(np.uint8), scores=scores)
-    if step.output is None:
-        return StepOutput(np.empty(0, np.int32), np.empty((3, 0), np.float32), np.empty(0, np.uint8))
-    output = step.output
-    return StepOutput(
-        token_ids=output.token_ids.copy(),
-        logprobs=output.logprobs.copy(),
-        flags=output.flags.copy(),
-        top_ids=None if output.top_ids is None else output.top_ids.copy(),
-        top_logprobs=None if output.top_logprobs is None else output.top_logprobs.copy(),
-        scores=scores,
-    )

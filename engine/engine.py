@@ -18,12 +18,11 @@ from engine.check import check_request
 from engine.config import EngineConfig
 from engine.errors import DuplicateRequest
 from engine.handle import EngineStats
-from engine.request import Completion, Failure, FinishReason, IntArray, Request
+from engine.request import Completion, Failure, FinishReason, Int64Array, IntArray, Request
 from engine.results import live_results
 from engine.scheduler import OutOfBlocks, Scheduled, Scheduler
 from engine.sequence import PausableClock, Phase, PhaseTimes
 from engine.sequence import Sequence as Live
-from engine.slots import Int64Array
 from engine.step import EMPTY_SUPPORT, Runner, Ticket
 from engine.stop import StopChecks, StringMatcher
 

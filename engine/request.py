@@ -13,6 +13,8 @@ import numpy.typing as npt
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
+Int64Array = npt.NDArray[np.int64]
+"""Slots, positions and counts: numpy indexes by int64 several times faster than by int32, one flat index at a time."""
 
 LogprobMode = Literal["processed", "temperature", "raw"]
 LOGPROB_MODES: tuple[LogprobMode, ...] = ("processed", "temperature", "raw")

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.request import BoolArray, FloatArray, IntArray
+from engine.request import BoolArray, FloatArray, Int64Array, IntArray
 from engine.scheduler import Scheduled
 from engine.sequence import Sequence
-from engine.slots import Int64Array, SlotTable
+from engine.slots import SlotTable
 from engine.step import NONFINITE, StepOutput
 
 

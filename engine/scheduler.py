@@ -15,9 +15,9 @@ import numpy as np
 
 from engine.block_pool import BlockPool
 from engine.config import BLOCK_SIZE, EngineConfig
-from engine.request import IntArray
+from engine.request import Int64Array, IntArray
 from engine.sequence import Sequence
-from engine.slots import Int64Array, SlotTable
+from engine.slots import SlotTable
 from engine.step import ScoreChunk, SlotStart, StepPlan
 
 

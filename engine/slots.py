@@ -10,14 +10,10 @@ import heapq
 from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 
 from engine.config import BLOCK_SIZE, EngineConfig
-from engine.request import BoolArray, FloatArray, IntArray
+from engine.request import BoolArray, FloatArray, Int64Array, IntArray
 from engine.sequence import Sequence
-
-Int64Array = npt.NDArray[np.int64]
-"""Slots, positions and counts: numpy indexes by int64 several times faster than by int32, one flat index at a time."""
 
 
 class SlotTable:

@@ -14,7 +14,7 @@ import torch
 
 from engine.config import BLOCK_SIZE
 from engine.memory import Memory
-from engine.request import IntArray
+from engine.request import Int64Array, IntArray
 from engine.step import SlotStart, StepPlan
 
 _ALIGNMENT = 16
@@ -22,8 +22,8 @@ _ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """One prefill row: its queries are [start, start + length) of the step's tokens and follow `context` cached
+class PrefillRow:
+    """Its queries are [start, start + length) of the step's tokens and follow `context` cached
     tokens; its KV blocks begin at `first_block` of `block_ids`."""
 
     start: int
@@ -59,7 +59,7 @@ class StepInput:
     num_tokens: int
     shortest_decode: int
     longest_decode: int
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[PrefillRow, ...]
     scores: tuple[Score, ...]
     starts: tuple[SlotStart, ...]
     host_sample_slots: IntArray
@@ -77,6 +77,27 @@ class StepInput:
     @property
     def num_samples(self) -> int:
         return len(self.host_sample_slots)
+
+
+def token_places(plan: StepPlan) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """begins int64[R], each row's first query among the step's T tokens; positions int64[T], absolute; write_slots
+    int64[T], block * 16 + offset of each token's KV."""
+    begins = np.cumsum(plan.query_lens, dtype=np.int64) - plan.query_lens
+    row = np.repeat(np.arange(plan.num_rows), plan.query_lens)
+    positions = np.arange(plan.num_tokens) + (plan.context_lens - begins)[row]
+    blocks = plan.block_ids[plan.block_indptr[row] + positions // BLOCK_SIZE].astype(np.int64)
+    return begins, positions, blocks * BLOCK_SIZE + positions % BLOCK_SIZE
+
+
+def prompt_scores(plan: StepPlan) -> tuple[Score, ...]:
+    """The plan's prompt-logprob work, in row order."""
+    if not plan.scores:
+        return ()
+    begins = np.cumsum(plan.query_lens) - plan.query_lens
+    return tuple(
+        Score(int(begins[score.row]), int(plan.slots[score.row]), int(plan.context_lens[score.row]), score.targets)
+        for score in plan.scores
+    )
 
 
 class StepBuffer:
@@ -97,11 +118,7 @@ class StepBuffer:
     def pack(self, plan: StepPlan) -> StepInput:
         """Write a plan into the buffer. The result reads this memory until the buffer is packed again."""
         decodes = plan.num_decode
-        ends = np.cumsum(plan.query_lens, dtype=np.int64)
-        begins = ends - plan.query_lens
-        row = np.repeat(np.arange(plan.num_rows), plan.query_lens)
-        positions = np.arange(plan.num_tokens) + (plan.context_lens - begins)[row]
-        blocks = plan.block_ids[plan.block_indptr[row] + positions // BLOCK_SIZE].astype(np.int64)
+        begins, positions, write_slots = token_places(plan)
         kv_lens = plan.context_lens + plan.query_lens
         sampling = np.flatnonzero(plan.samples)
         views, end = self._write(
@@ -110,9 +127,9 @@ class StepBuffer:
             self._device64,
             token_ids=plan.token_ids,
             positions=positions,
-            write_slots=blocks * BLOCK_SIZE + positions % BLOCK_SIZE,
+            write_slots=write_slots,
             slots=plan.slots,
-            sample_tokens=ends[sampling] - 1,
+            sample_tokens=(begins + plan.query_lens)[sampling] - 1,
             sample_slots=plan.slots[sampling],
         )
         narrow, end = self._write(
@@ -131,13 +148,12 @@ class StepBuffer:
             shortest_decode=int(kv_lens[:decodes].min()) if decodes else 0,
             longest_decode=int(kv_lens[:decodes].max()) if decodes else 0,
             chunks=tuple(
-                Chunk(int(begins[r]), int(plan.query_lens[r]), int(plan.context_lens[r]), int(plan.block_indptr[r]))
+                PrefillRow(
+                    int(begins[r]), int(plan.query_lens[r]), int(plan.context_lens[r]), int(plan.block_indptr[r])
+                )
                 for r in range(decodes, plan.num_rows)
             ),
-            scores=tuple(
-                Score(int(begins[s.row]), int(plan.slots[s.row]), int(plan.context_lens[s.row]), s.targets)
-                for s in plan.scores
-            ),
+            scores=prompt_scores(plan),
             starts=plan.starts,
             host_sample_slots=plan.slots[sampling],
             host_sample_positions=kv_lens[sampling].astype(np.int32),

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from engine.config import BLOCK_SIZE
 from engine.model_config import ModelConfig
-from engine.step_input import Chunk, StepInput
+from engine.step_input import PrefillRow, StepInput
 
 
 class AttentionStep(Protocol):
@@ -23,11 +23,6 @@ class AttentionStep(Protocol):
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """q [T, heads, head_dim] over a layer's pool [blocks, 16, kv_heads, head_dim] -> [T, heads * head_dim]."""
-
-
-class Attention(Protocol):
-    def plan(self, step: StepInput) -> AttentionStep:
-        """Prepare what all layers of a step share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +54,7 @@ class TorchPagedAttention:
         self._heads = torch.arange(config.num_kv_heads, device=device)[:, None]
 
     def plan(self, step: StepInput) -> AttentionStep:
+        """Prepare what all layers of a step share."""
         decode = self._plan_decode(step) if step.num_decode else None
         return TorchPagedStep(decode, tuple(self._plan_prefill(step, chunk) for chunk in step.chunks))
 
@@ -75,7 +71,7 @@ class TorchPagedAttention:
         tokens = held.long() * BLOCK_SIZE + offsets % BLOCK_SIZE
         return _Decode(rows, (tokens[:, None] * self._kv_heads + self._heads).view(-1), bias)
 
-    def _plan_prefill(self, step: StepInput, chunk: Chunk) -> _Prefill:
+    def _plan_prefill(self, step: StepInput, chunk: PrefillRow) -> _Prefill:
         stop, length = chunk.start + chunk.length, chunk.context + chunk.length
         held = step.block_ids[chunk.first_block : chunk.first_block - (-length // BLOCK_SIZE)]
         index = (held.long()[:, None] * BLOCK_SIZE + self._in_block).view(-1)[:length]

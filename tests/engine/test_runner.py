@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from engine.ops import TorchOps
-from engine.runner import RING, SCORE_ROWS, StepDevice, TorchRunner
+from engine.prompt_scores import SCORE_ROWS
+from engine.ring import RING
+from engine.runner import StepDevice, TorchRunner
 from engine.step import NONFINITE, StepOutput, StepPlan
 from tests.engine.plans import Row, load_device, plan, runner_on, start
 from tests.engine.serve import ids

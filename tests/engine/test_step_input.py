@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engine.memory import Memory
 from engine.step import StepPlan
-from engine.step_input import Chunk, StepBuffer, StepInput
+from engine.step_input import PrefillRow, StepBuffer, StepInput
 from tests.engine.plans import Row, plan, start
 
 ROWS, TOKENS, BLOCKS = 6, 120, 200
@@ -50,7 +50,7 @@ def naive(asked: StepPlan) -> dict[str, Any]:
             found["positions"].append(position)
             found["write_slots"].append(int(asked.block_ids[first + position // 16]) * 16 + position % 16)
         if row >= asked.num_decode:
-            found["chunks"].append(Chunk(token, count, context, first))
+            found["chunks"].append(PrefillRow(token, count, context, first))
         for score in asked.scores:
             if score.row == row:
                 found["scores"].append((token, int(asked.slots[row]), context, score.targets.tolist()))
