@@ -18,10 +18,10 @@ from engine.check import check_request
 from engine.config import EngineConfig
 from engine.errors import DuplicateRequest
 from engine.handle import EngineStats
+from engine.phases import PausableClock, PhaseTimes
 from engine.request import Completion, Failure, FinishReason, Int64Array, IntArray, Request
 from engine.results import live_results
 from engine.scheduler import OutOfBlocks, Scheduled, Scheduler
-from engine.sequence import PausableClock, Phase, PhaseTimes
 from engine.sequence import Sequence as Live
 from engine.step import EMPTY_SUPPORT, Runner, Ticket
 from engine.stop import StopChecks, StringMatcher
@@ -68,8 +68,7 @@ class Engine:
         self._runner = runner
         self._config = config
         self._token_bytes = token_bytes
-        self._clock = clock
-        self._pauses = PausableClock()
+        self._clock = PausableClock(clock)
         self._scheduler = Scheduler(config, runner.num_blocks)
         self._stops = StopChecks(config.max_running, runner.vocab_size)
         self._live: dict[str, Live] = {}
@@ -97,8 +96,7 @@ class Engine:
             raise DuplicateRequest(f"request {request.id!r} is still running", field="id")
         usable = self._scheduler.pool.num_usable
         check_request(request, self._config, self._runner.vocab_size, usable, self._token_bytes is not None)
-        now = self._clock()
-        sequence = Live(request, self._arrivals, self._config.max_context, PhaseTimes(now, self._pauses.paused(now)))
+        sequence = Live(request, self._arrivals, self._config.max_context, PhaseTimes(self._clock))
         if request.stop.strings:
             assert self._token_bytes is not None
             sequence.matcher = StringMatcher(request.stop.strings, self._token_bytes)
@@ -138,11 +136,11 @@ class Engine:
         """Launch no further step until `resume`; requests stay, and may be added and aborted."""
         self.drain()
         self.paused = True
-        self._pauses.pause(self._clock())
+        self._clock.pause()
 
     def resume(self) -> None:
         self.paused = False
-        self._pauses.resume(self._clock())
+        self._clock.resume()
 
     def hold(self) -> None:
         """Start no request that has not started yet; preempted ones may come back."""
@@ -157,8 +155,7 @@ class Engine:
         Returns the seconds in which no step ran. When `apply` raises, the old version goes on serving.
         """
         self.drain()
-        start = self._clock()
-        self._pauses.pause(start)
+        start = self._clock.pause()
         try:
             apply()
             for sequence in self._live.values():
@@ -166,9 +163,9 @@ class Engine:
             self._scheduler.begin_epoch()
             self.weight_version = version
         finally:
-            end = self._clock()
+            end, _ = self._clock.read()
             if not self.paused:
-                self._pauses.resume(end)
+                self._clock.resume()
         return end - start
 
     def stats(self) -> EngineStats:
@@ -212,7 +209,7 @@ class Engine:
         self._totals.preemptions_total += 1
         self._stops.end(sequence.slot)
         self._scheduler.preempt(sequence)
-        self._enter_phase(sequence, "preempted")
+        sequence.times.enter("preempted")
 
     def _start(self, sequence: Live) -> None:
         assert sequence.slot is not None
@@ -222,7 +219,7 @@ class Engine:
             self._totals.cached_prompt_tokens_total += sequence.cached_tokens
         sequence.version = self.weight_version
         self._stops.start(sequence.slot, sequence.request.stop.ids, sequence.matcher)
-        self._enter_phase(sequence, "prefill")
+        sequence.times.enter("prefill")
 
     def _finish(self, flight: Flight) -> None:
         """Read the results of a launched step: append tokens, publish blocks, end what is over."""
@@ -238,7 +235,7 @@ class Engine:
             self._fail(sequence, flags)
         for sequence in results.prefilled:
             scheduler.prefill_done(sequence)
-            self._enter_phase(sequence, "decode")
+            sequence.times.enter("decode")
             if sequence.budget == 0:
                 self._end(sequence, "length")
         self._end_complete(results.slots, results.positions, results.token_ids)
@@ -271,15 +268,9 @@ class Engine:
             sequence.version = self.weight_version
         self._scheduler.remove(sequence, trusted=error is None)
         del self._live[sequence.request.id]
-        now = self._clock()
-        times = sequence.times.end(now, self._pauses.paused(now))
-        self._ended.append(sequence.completion(reason, times, stop=stop, error=error))
+        self._ended.append(sequence.completion(reason, sequence.times.end(), stop=stop, error=error))
 
     def _close_version_run(self, sequence: Live) -> None:
         table, slot = self._scheduler.table, sequence.slot
         known = len(sequence.ids) if slot is None else int(table.known[slot])
         sequence.close_version_run(self.weight_version, known - sequence.prompt_len)
-
-    def _enter_phase(self, sequence: Live, phase: Phase) -> None:
-        now = self._clock()
-        sequence.times.enter(phase, now, self._pauses.paused(now))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 
 from engine.block_pool import block_key, root_key
 from engine.config import BLOCK_SIZE
+from engine.phases import PhaseTimes
 from engine.request import (
     LOGPROB_MODES,
     BoolArray,
@@ -20,47 +19,6 @@ from engine.request import (
     Times,
 )
 from engine.stop import StringMatcher
-
-Phase = Literal["queue", "prefill", "decode", "preempted"]
-
-
-class PausableClock:
-    """Seconds the engine has been paused, so that a pause costs nothing per request."""
-
-    def __init__(self) -> None:
-        self._paused = 0.0
-        self._since: float | None = None
-
-    def pause(self, now: float) -> None:
-        if self._since is None:
-            self._since = now
-
-    def resume(self, now: float) -> None:
-        if self._since is not None:
-            self._paused += now - self._since
-            self._since = None
-
-    def paused(self, now: float) -> float:
-        return self._paused + (now - self._since if self._since is not None else 0.0)
-
-
-class PhaseTimes:
-    """Seconds by phase. Time in which the engine was paused belongs to no phase but `paused`."""
-
-    def __init__(self, now: float, paused: float) -> None:
-        self._seconds: dict[str, float] = dict.fromkeys(("queue", "prefill", "decode", "preempted", "paused"), 0.0)
-        self._phase: Phase = "queue"
-        self._now, self._paused = now, paused
-
-    def enter(self, phase: Phase, now: float, paused: float) -> None:
-        pause = paused - self._paused
-        self._seconds[self._phase] += now - self._now - pause
-        self._seconds["paused"] += pause
-        self._phase, self._now, self._paused = phase, now, paused
-
-    def end(self, now: float, paused: float) -> Times:
-        self.enter(self._phase, now, paused)
-        return Times(**self._seconds)
 
 
 class Sequence:

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.config import BLOCK_SIZE, EngineConfig
-from engine.sequence import PhaseTimes, Sequence
+from engine.phases import PausableClock, PhaseTimes
+from engine.sequence import Sequence
 from engine.slots import SlotTable
 from tests.engine.host import ask
 
@@ -15,7 +16,7 @@ CONFIG = EngineConfig(max_running=4, max_step_tokens=64, max_context=128)
 
 
 def sequence(name: str, prompt: int = 20, max_tokens: int = 10) -> Sequence:
-    return Sequence(ask(name, prompt, max_tokens), 0, CONFIG.max_context, PhaseTimes(0.0, 0.0))
+    return Sequence(ask(name, prompt, max_tokens), 0, CONFIG.max_context, PhaseTimes(PausableClock(lambda: 0.0)))
 
 
 def array(*values: int) -> np.ndarray:
