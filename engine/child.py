@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any
 
 from engine.errors import EngineError
-from engine.handle import EngineInfo, Report
+from engine.handle import Command, EngineInfo, Report
 from engine.loop import Close, EngineLoop, Inbox
 from engine.pipe import Pipe, taken
 from engine.recipe import EngineRecipe
@@ -39,7 +38,10 @@ class LogLine:
     text: str
 
 
-Outbox = SimpleQueue[EngineInfo | EngineError | Report | LogLine | Close]
+Message = EngineInfo | EngineError | Report | LogLine | Close
+"""What this process tells its parent."""
+
+Outbox = SimpleQueue[Message]
 
 
 def main(fd: int, parent: int) -> None:
@@ -79,7 +81,7 @@ def _serve(recipe: EngineRecipe, inbox: Inbox, outbox: Outbox) -> None:
         EngineLoop(built.engine, built.weights, inbox, outbox.put).run()
 
 
-def _read(messages: Iterator[Any], inbox: Inbox) -> None:
+def _read(messages: Iterator[Command], inbox: Inbox) -> None:
     """Commands into the inbox; without a parent there is nobody left to work for."""
     try:
         for command in messages:
@@ -93,7 +95,7 @@ def _send(outbox: Outbox, pipe: Pipe) -> None:
     """What the loop says into the pipe. After `Close` the process ends at once: torch takes its time to leave."""
     code = 1
     try:
-        batch: list[Any] = []
+        batch: list[Message] = []
         while not any(isinstance(item, Close) for item in batch):
             batch = taken(outbox)
             pipe.send(condensed(batch))
@@ -105,7 +107,7 @@ def _send(outbox: Outbox, pipe: Pipe) -> None:
     os._exit(code)
 
 
-def condensed(batch: list[Any]) -> list[Any]:
+def condensed(batch: list[Message]) -> list[Message]:
     """The same with its reports as one: a slow parent gets the sum of what it missed, and no backlog of gauges."""
     reports = [item for item in batch if isinstance(item, Report)]
     if len(reports) < 2:

@@ -13,9 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Event, Thread
-from typing import Any, Final
+from typing import Final
 
-from engine.child import LogLine
+from engine.child import LogLine, Message
 from engine.errors import EngineError
 from engine.handle import Command, EngineInfo, EngineStats, Report
 from engine.loop import Close
@@ -134,7 +134,7 @@ class ProcessEngine:
         process.kill()
         process.wait()
 
-    def _take(self, message: Any, ready: Future[EngineInfo]) -> None:
+    def _take(self, message: Message, ready: Future[EngineInfo]) -> None:
         match message:
             case LogLine(name, level, text):
                 logging.getLogger(name).log(level, text)
