@@ -16,8 +16,8 @@ from protocols.requests import Continue
 from rollout.async_engine import AsyncEngine
 from rollout.environments.base import Context, EnvironmentFactory, Rewards, TextCodec
 from rollout.environments.guard import PATIENCE, Guard, Patience
-from rollout.ledger import Ledger
 from rollout.mailbox import Mailbox
+from rollout.stopwatch import Stopwatch
 from rollout.trajectory import End, Trajectory, TrajectorySpec
 
 log = logging.getLogger(__name__)
@@ -60,15 +60,15 @@ class Rollout:
 
     async def run(self) -> Record:
         """Called once. Never raises (cancellation of the task aside): whatever happens becomes the record."""
-        ledger = Ledger(self._spec.accepted)
-        ledger.queued()
+        watch = Stopwatch(self._spec.accepted)
+        watch.queued()
         deadline = self._set_deadline()
         try:
-            return await self._conclude(await self._episode(ledger), ledger)
+            return await self._conclude(await self._episode(watch), watch)
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             # Out of a task the last two would end the loop, and with it everyone's trajectories.
             log.exception("%s: the worker failed", self._spec.trajectory_id)
-            return self._broken(error, ledger)
+            return self._broken(error, watch)
         finally:
             if deadline is not None:
                 deadline.cancel()
@@ -91,26 +91,26 @@ class Rollout:
         """The `TurnDone` that waits for an answer, to be sent again after a reconnect."""
         return self._mailbox.pending
 
-    async def _episode(self, ledger: Ledger) -> End:
+    async def _episode(self, watch: Stopwatch) -> End:
         trajectory, environment = self._trajectory, self._environment
         if (end := self._stopped()) is not None:
             return end
         answer = await environment.open(self._context, (self._cancelled, self._overdue))
-        ledger.tool()
+        watch.tool()
         end = answer if isinstance(answer, End) else trajectory.append(answer)
         while end is None:
             if (end := self._stopped() or trajectory.before_turn(self._engine.stats.weight_version)) is not None:
                 break
             request = trajectory.request()
             completion = await self._generate(request)
-            times = ledger.turn(completion.times)
+            times = watch.turn(completion.times)
             end = trajectory.take(request, completion, times, ends_when_cut=environment.ends_when_cut)
             if end is not None and STATUS_OF[end.reason] == "failed":
                 break
             if (end := self._stopped() or end) is not None:
                 break
             answer = await environment.step(trajectory.last_turn(), (self._cancelled, self._overdue))
-            trajectory.waited(ledger.tool())
+            trajectory.waited(watch.tool())
             end = answer if isinstance(answer, End) else trajectory.answer(answer, fixed_turns=environment.fixed_turns)
         return end
 
@@ -127,26 +127,26 @@ class Rollout:
             if timer is not None:
                 timer.cancel()
 
-    async def _conclude(self, end: End, ledger: Ledger) -> Record:
+    async def _conclude(self, end: End, watch: Stopwatch) -> Record:
         """Score what counts, and make the record."""
         rewards = Rewards()
         if STATUS_OF[end.reason] in ("completed", "truncated") and self._environment.scores:
-            draft = self._trajectory.to_record(end, ledger.total, ledger.wall_s, rewards)
+            draft = self._trajectory.to_record(end, watch.total, watch.wall_s, rewards)
             # The group's metadata is in the records of all its samples.
             draft = draft.model_copy(update={"metadata": copy.deepcopy(draft.metadata)})
             scored = await self._environment.finish(draft, (self._cancelled,))
-            ledger.tool()
+            watch.tool()
             if isinstance(scored, End):
                 end = scored
             else:
                 rewards = scored
-        return self._trajectory.to_record(end, ledger.total, ledger.wall_s, rewards)
+        return self._trajectory.to_record(end, watch.total, watch.wall_s, rewards)
 
-    def _broken(self, error: BaseException, ledger: Ledger) -> Record:
+    def _broken(self, error: BaseException, watch: Stopwatch) -> Record:
         """A fault of our own. What the trajectory holds cannot be trusted, so only its prompt goes back."""
         failure = Internal(f"{type(error).__name__}: {error}", scope="trajectory").failure("generate")
         untouched = Trajectory(self._spec, self._model)
-        return untouched.to_record(End("error", failure=failure), ledger.total, ledger.wall_s, Rewards())
+        return untouched.to_record(End("error", failure=failure), watch.total, watch.wall_s, Rewards())
 
     def _set_deadline(self) -> asyncio.TimerHandle | None:
         seconds = self._spec.group.budget.trajectory_deadline_s

@@ -10,7 +10,7 @@ from protocols.fields import Times
 ENGINE_PARTS = ("queue", "prefill", "decode", "preempted", "paused")
 
 
-class Ledger:
+class Stopwatch:
     """Each moment between `start` and the last entry is counted once, so that the parts add up to `wall_s`.
 
     The engine splits its own part of a turn; what it does not account for (the way to it and back, the loop being
