@@ -37,9 +37,13 @@ class Files:
 
 def find_files(path: Path) -> Files:
     """`path` is a safetensors file, or a directory with one, or with shards and their index."""
-    if path.is_file():
+    try:
+        is_file, is_directory = path.is_file(), path.is_dir()
+    except OSError as error:
+        raise WeightsIncomplete(f"{path}: cannot be looked at: {error.strerror}", field=path.name) from error
+    if is_file:
         return Files((path,), None)
-    if not path.is_dir():
+    if not is_directory:
         raise WeightsIncomplete(f"{path}: there is no such file or directory", field=path.name)
     if (path / INDEX).exists():
         home = _read_index(path / INDEX)

@@ -145,7 +145,8 @@ class WeightUpdates:
                     WeightsFailed(
                         command.update_id,
                         Failure(
-                            "timeout", f"turns still run after {command.drain_timeout} s; the update stays prepared"
+                            "weights_busy",
+                            f"turns still run after {command.drain_timeout} s; the update stays prepared",
                         ),
                     )
                 )

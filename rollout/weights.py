@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Update:
-    """One update on its way. owner: session that prepared it. committing: set from its first commit on."""
+    """One update on its way, or served. owner: session that prepared it. committing: set from its first commit on."""
 
     request: PrepareWeightsRequest
     owner: str
@@ -32,7 +32,7 @@ class Update:
 
 
 class WeightUpdates:
-    """One update at a time. A retry joins what its first try began, and finds the last commit after its end.
+    """One update at a time. A retry joins what its first try began, and finds the last one served after its end.
 
     on_commit: called after each commit, once the new version serves.
     """
@@ -41,7 +41,7 @@ class WeightUpdates:
         self._engine = engine
         self._on_commit = on_commit
         self._update: Update | None = None
-        self._last: tuple[WeightsCommitted, asyncio.Task[WeightsCommitted]] | None = None
+        self._served: Update | None = None
         self.version = version
         self.digest = digest
         self.commits = 0
@@ -55,7 +55,8 @@ class WeightUpdates:
 
     def prepare(self, request: PrepareWeightsRequest, owner: str) -> Coroutine[Any, Any, WeightsPrepared]:
         """Raises WeightsBusy, BadRequest (a version that goes back); then WeightsInvalid, WeightsIncomplete."""
-        if self._update is None or not self._update.same(request):
+        update = next((known for known in (self._update, self._served) if known and known.same(request)), None)
+        if update is None:
             if request.version < self.version and not request.force:
                 raise BadRequest(
                     f"version {request.version} is below the serving one, {self.version}: set force to go back",
@@ -64,8 +65,8 @@ class WeightUpdates:
             self._make_room(request, owner)
             task = asyncio.get_running_loop().create_task(self._prepare(request))
             task.add_done_callback(_look)
-            self._update = Update(request, owner, task)
-        return self._until_prepared(request, self._update.prepared)
+            update = self._update = Update(request, owner, task)
+        return self._until_prepared(request, update.prepared)
 
     async def _until_prepared(
         self, request: PrepareWeightsRequest, preparing: asyncio.Task[WeightsInfo]
@@ -89,8 +90,8 @@ class WeightUpdates:
         """Raises WeightsBusy, WeightsInvalid, BadRequest; then WeightsBusy if the drain times out with "fail"."""
         if request.mode in ("keep_kv", "recompute_kv"):
             raise lacking(request.mode, "mode")
-        if (last := self._committed(request)) is not None:
-            return self._until_committed(request, last)
+        if (served := self._committed(request)) is not None:
+            return self._until_committed(request, served)
         update = self._update
         if update is None or update.request.update_id != request.update_id:
             if self.committing:
@@ -151,14 +152,13 @@ class WeightUpdates:
 
     def _committed(self, request: CommitWeightsRequest) -> asyncio.Task[WeightsCommitted] | None:
         """The last commit, if that is what is asked for once more."""
-        if self._last is None:
+        served = self._served
+        if served is None or (served.request.update_id, served.request.version) != (request.update_id, request.version):
             return None
-        last, task = self._last
-        if (last.update_id, last.version) != (request.update_id, request.version):
-            return None
-        if request.digest is not None and request.digest != last.digest:
-            raise WeightsInvalid(f"update {request.update_id!r} was committed as {last.digest}", field="digest")
-        return task
+        digest = served.prepared.result().digest
+        if request.digest is not None and request.digest != digest:
+            raise WeightsInvalid(f"update {request.update_id!r} was committed as {digest}", field="digest")
+        return served.committing
 
     async def _prepare(self, request: PrepareWeightsRequest) -> WeightsInfo:
         try:
@@ -193,8 +193,7 @@ class WeightUpdates:
             digest=committed.info.digest,
             paused_s=committed.paused,
         )
-        assert update.committing is not None
-        self._update, self._last = None, (done, update.committing)
+        self._update, self._served = None, update
         self.version, self.digest = done.version, done.digest
         self.commits += 1
         log.info("weights %s serve after a pause of %.3f s: %s", self.version, committed.paused, self.digest)

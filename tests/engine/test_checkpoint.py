@@ -314,6 +314,7 @@ def test_a_tensor_in_two_shards_is_refused(sharded: Path) -> None:
 def test_nothing_there(tmp_path: Path, sharded: Path) -> None:
     arena = arena_of(sharded)
     assert "no such" in str(refusal(tmp_path / "nowhere", WeightsIncomplete, arena))
+    assert "too long" in str(refusal(tmp_path / ("a" * 4000), WeightsIncomplete, arena))
     (tmp_path / "empty").mkdir()
     assert "no safetensors" in str(refusal(tmp_path / "empty", WeightsIncomplete, arena))
 

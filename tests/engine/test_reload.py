@@ -142,7 +142,7 @@ def test_a_drain_may_fail_at_its_timeout_and_be_tried_again(rig: Rig) -> None:
     assert rig.commit(drain_timeout=5.0, on_timeout="fail") == []
     host.add(ask("b", 20, 3))
     host.clock.now += 5
-    assert failure_of(rig.advance()).code == "timeout"
+    assert failure_of(rig.advance()).code == "weights_busy"
     assert rig.updates.deadline is None
     host.step(2)
     assert host.engine.stats().waiting == 0, "admission stayed closed"

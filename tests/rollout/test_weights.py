@@ -55,6 +55,18 @@ async def test_prepare_then_commit_then_a_retry_that_changes_nothing() -> None:
 
 
 @on_loop
+async def test_all_of_an_update_again_leaves_nothing_that_is_in_others_way() -> None:
+    engine = TimedEngine()
+    async with updates(engine) as weights:
+        for _ in range(2):
+            prepared = await weights.prepare(prepare(), "s")
+            done = await weights.commit(commit(digest=prepared.digest))
+            assert (done.version, done.digest) == (1, prepared.digest)
+        assert commands(engine, PrepareWeights) == commands(engine, CommitWeights) == 1
+        await weights.prepare(prepare("two", 2), "t")
+
+
+@on_loop
 async def test_retries_join_what_is_under_way() -> None:
     engine = TimedEngine(prepare_s=0.1)
     async with updates(engine) as weights:
