@@ -11,6 +11,7 @@ from protocols.errors import BadRequest, PromptTooLong
 from protocols.fields import Environment, Group, Limits, ModelInfo, Sampling
 from protocols.requests import Score, SubmitBatch
 from rollout.admission import largest_record
+from rollout.environments.checks import outside_of
 
 CAPABILITIES = ("scripted", "remote", "plugins", "score", "drain", "abort")
 """What `welcome` lists. Refused by name until listed: early_cut, resume, sleep, keep_kv, recompute_kv."""
@@ -98,8 +99,7 @@ def _ids_of(sampling: Sampling) -> Iterator[tuple[str, Ids]]:
 
 
 def _check_ids(ids: Ids, field: str, model: ModelInfo) -> None:
-    if len(ids) and not 0 <= ids.min() <= ids.max() < model.vocab_size:
-        at = int(np.flatnonzero((ids < 0) | (ids >= model.vocab_size))[0])
+    if (at := outside_of(ids, model.vocab_size)) is not None:
         raise BadRequest(
             f"id {ids[at]} at {at} lies outside of the vocabulary, 0 to {model.vocab_size - 1}", field=field
         )

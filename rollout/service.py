@@ -115,10 +115,6 @@ class Service:
         self._cut_off = 0
         self._told_unreadable = 0
 
-    @property
-    def now(self) -> float:
-        return time.monotonic()
-
     async def run(self, on_ready: Callable[[], None]) -> bool:
         """Serve until `stop` or the engine's death, then drain. False: the engine died."""
         await self.engine.start()
@@ -145,14 +141,14 @@ class Service:
     async def _wind_down(self) -> None:
         self.stopping = True
         timeouts = self._timeouts
-        end = self.now + timeouts.drain + timeouts.ack
+        end = time.monotonic() + timeouts.drain + timeouts.ack
         self.batches.end_waiting("abort_shutdown")
         # A dead or paused engine finishes nothing.
         await _within(self.batches.idle.wait(), 0.0 if self.engine.died or self.paused else timeouts.drain)
         self.batches.end_running("abort_shutdown")
         await _within(self.batches.idle.wait(), timeouts.ack / 2)
         # Delivery may use what is left of the drain: a result that is not taken over has to be made again elsewhere.
-        await _within(self._delivered(), end - self.now)
+        await _within(self._delivered(), end - time.monotonic())
         if left := self.batches.results:
             log.warning("%d results were not acknowledged before the end", left)
         for connection in self.sessions.connections:
@@ -183,7 +179,7 @@ class Service:
         )
 
     def _untouched(self, spec: TrajectorySpec, end: End) -> Record:
-        waited = 0.0 if spec.accepted is None else self.now - spec.accepted
+        waited = 0.0 if spec.accepted is None else time.monotonic() - spec.accepted
         return Trajectory(spec, self.model).to_record(end, Times(queue=waited), waited, Rewards())
 
     # Messages in and out.
@@ -222,7 +218,7 @@ class Service:
         while True:
             await asyncio.sleep(PING_S)
             try:
-                self.sessions.check(self.now, partial(self._channel.send, frames=encode(self.pong(""))))
+                self.sessions.check(time.monotonic(), partial(self._channel.send, frames=encode(self.pong(""))))
                 if self._unreadable > self._told_unreadable:
                     log.warning("%d messages could not be read", self._unreadable - self._told_unreadable)
                     self._told_unreadable = self._unreadable

@@ -19,7 +19,7 @@ class Prefill(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """Views of the step's input for `rows` decode rows."""
+    """Views of the step's input for `rows` decode rows; shapes as in `paged_decode`."""
 
     rows: int
     tile_rows: Tensor
@@ -33,6 +33,7 @@ class DecodeStep:
 
     @classmethod
     def of(cls, fixed: Mapping[str, Tensor], rows: int, scratch: DecodeScratch) -> DecodeStep:
+        """fixed: `CudaInput.fixed`."""
         tiles = capacity(rows)
         return cls(
             rows,
@@ -52,6 +53,7 @@ class DecodeStep:
         return out.flatten(1)
 
     def write(self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
+        """`attend` into out [rows, heads, head_dim]."""
         paged_decode(
             q,
             keys,

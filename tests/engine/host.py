@@ -89,7 +89,6 @@ def solo(request: Request, **options: Any) -> Completion:
     """The same request alone, with neither overlap nor cache nor chunks nor lack of blocks."""
     context = options.pop("max_context", 256)
     host = Host(overlap=False, prefix_cache=False, max_step_tokens=context, max_context=context, **options)
-    host.engine.weight_version = 1
     return host.run(request)[request.id]
 
 
