@@ -1,6 +1,6 @@
 """`Ops` on an NVIDIA GPU. Few rows: linears with what lies around them in one launch. Many: cuBLAS, and Triton between.
 
-A step takes one of the two ways as a whole, by its number of rows.
+A step goes one of the two ways by its number of rows.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ FUSED_CAPABILITIES = (9, 10)
 class CudaOps:
     """The kernels behind the model; shapes as in `Ops`. Every call can be captured in a CUDA graph."""
 
-    def __init__(self) -> None:
-        fused = torch.cuda.get_device_capability()[0] in FUSED_CAPABILITIES
+    def __init__(self, fused: bool | None = None) -> None:
+        """fused: whether few rows take a way of their own; by default where the GPU can."""
+        if fused is None:
+            fused = torch.cuda.get_device_capability()[0] in FUSED_CAPABILITIES
         self._fused_rows = skinny_linear.MAX_ROWS if fused else 0
+        self._fused_gate_rows = skinny_linear.GATE_ROWS if fused else 0
 
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
         return weight.index_select(0, ids)
@@ -40,7 +43,7 @@ class CudaOps:
         return functional.linear(x, weight, bias)
 
     def gate_up(self, x: Tensor | Scaled, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if isinstance(x, Scaled):
+        if isinstance(x, Scaled) or len(x) <= self._fused_gate_rows:
             return skinny_linear.gate_up(x, weight, bias)
         return silu_mul(functional.linear(x, weight, bias))
 

@@ -10,6 +10,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from engine.kernels.overlap import between_linears
 
 TOKENS, WARPS, STAGES = 64, 4, 3
 """KV tokens read at a time, warps of a program, and reads in flight."""
@@ -49,6 +52,7 @@ def paged_decode(
     heads, dim = q.shape[1:]
     block, kv_heads = keys.shape[1:3]
     group = heads // kv_heads
+    overlap = between_linears(len(q), q.device)
     _kernel[(kv_heads, len(tile_rows))](
         q,
         keys,
@@ -74,8 +78,10 @@ def paged_decode(
         PAGE=block,
         TOKENS=TOKENS,
         MERGE=MERGE,
+        OVERLAP=overlap,
         num_warps=WARPS,
         num_stages=STAGES,
+        **({"launch_pdl": True} if overlap else {}),
     )
 
 
@@ -105,16 +111,20 @@ def _kernel(
     PAGE: tl.constexpr,
     TOKENS: tl.constexpr,
     MERGE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     kv_head, tile = tl.program_id(0), tl.program_id(1)
     row = tl.load(tile_rows + tile)
     start = tl.load(tile_starts + tile)
     stop = tl.load(tile_stops + tile)
-    if start == stop:
-        return
     first = tl.load(first_tiles + row)
     tiles = tl.load(tile_counts + row)
     blocks = block_ids + tl.load(block_indptr + row)
+    if OVERLAP:  # the tables above were there before the step
+        gdc_wait()
+        gdc_launch_dependents()
+    if start == stop:
+        return
 
     # The GROUP query heads of one KV head are the rows of a small matrix product, padded to a tensor core's 16.
     member = tl.arange(0, ROWS)

@@ -10,6 +10,9 @@ from math import gcd
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from engine.kernels.overlap import between_linears
 
 HEADS_PER_PROGRAM = 8
 """At most. A program's heads are all of one kind (q, k or v), so this is cut to a power of two that divides both."""
@@ -31,6 +34,7 @@ def qk_norm_rope_write(
     common = gcd(heads, kv_heads)
     block = min(common & -common, HEADS_PER_PROGRAM)
     q = torch.empty(tokens, heads, dim, dtype=qkv.dtype, device=qkv.device)
+    overlap = between_linears(tokens, qkv.device)
     _kernel[(tokens, all_heads // block)](
         qkv,
         q if qk_norm is None else qk_norm,
@@ -45,7 +49,9 @@ def qk_norm_rope_write(
         DIM=dim,
         BLOCK=block,
         NORM=qk_norm is not None,
+        OVERLAP=overlap,
         num_warps=max(1, min(4, block * dim // 256)),
+        **({"launch_pdl": True} if overlap else {}),
     )
     return q
 
@@ -65,7 +71,10 @@ def _kernel(
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     NORM: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    if OVERLAP:
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * BLOCK  # of the q, k and v heads side by side
     head = first + tl.arange(0, BLOCK)
@@ -73,6 +82,8 @@ def _kernel(
     row = qkv + token * ((HEADS + 2 * KV_HEADS) * DIM)
     raw = tl.load(row + head[:, None] * DIM + d[None, :])
     slot = tl.load(write_slots + token)
+    if OVERLAP:
+        gdc_launch_dependents()
 
     if first >= HEADS + KV_HEADS:
         v_head = head - (HEADS + KV_HEADS)

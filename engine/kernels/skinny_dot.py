@@ -1,6 +1,6 @@
-"""Two to sixteen rows times W, on the tensor cores: W passes once, through shared memory, several tiles under way.
+"""Two rows and more times W, on the tensor cores: W passes once, through shared memory, several tiles under way.
 
-W takes the side of the product that a tensor core makes 16 wide, the rows of x the side of 8 or 16. Where W has many
+W takes the side of the product that a tensor core makes 16 wide, the rows of x the side of 8. Where W has many
 rows, a program takes 64 of them and walks over all of K. Where it has few, a program takes 16, and its warps walk over
 parts of K side by side: enough programs without a merge through memory.
 """

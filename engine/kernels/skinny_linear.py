@@ -1,4 +1,4 @@
-"""Linears over at most 16 rows, bound by reading W: one launch with the norm before them and what comes after them.
+"""Linears over few rows, bound by reading W: one launch with the norm before them and what comes after them.
 
 W stays where it is and passes once; no sum depends on timing, so the same input gives the same bits. Twins: the ops of
 `TorchOps`. Which kernel and which tile a shape gets is `tile`'s rule, in one place, from the measurements of
@@ -14,12 +14,16 @@ import torch
 import triton
 from torch import Tensor
 
+from engine.kernels.overlap import can_overlap
 from engine.kernels.scale import scale
 from engine.kernels.skinny_dot import dot_kernel
 from engine.kernels.skinny_vector import vector_kernel
 
 MAX_ROWS = 16
-"""From 17 rows on cuBLAS is as fast, and its product is worth more than a saved launch."""
+"""From 17 rows on cuBLAS reads W faster than these kernels, by more than a launch saved."""
+
+GATE_ROWS = 32
+"""For `gate_up`, which saves more: a launch, and the way of gate and up through memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,7 @@ def tile(rows: int, weight_rows: int, gated: bool = False) -> Tile:
     of it, and what a program has under way grows in turn."""
     few = weight_rows <= 5000
     if rows == 1:
-        return Tile(4, 512, 1, 2, 8) if few else Tile(8, 512, 1, 2, 3)
+        return Tile(4, 512, 1, 2, 8) if few else Tile(8, 512, 1, 2, 4)
     if few:
         return Tile(16, 128, 4, 4, 4)
     return Tile(64, 64, 1, 4, 5) if gated else Tile(64, 128, 1, 4, 4)
@@ -74,10 +78,13 @@ def linear(
     return out
 
 
-def gate_up(x: Scaled, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """silu(gate) * up of [gate, up] = norm(x) @ weight.T + bias; weight [2 * N, K] -> [M, N]."""
-    out = x.x.new_empty(len(x.x), len(weight) // 2)
-    _launch(x.x, x, weight, bias, out, gated=True)
+def gate_up(x: Tensor | Scaled, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """silu(gate) * up of [gate, up] = norm(x) @ weight.T + bias, for up to GATE_ROWS rows; a plain x has its norm
+    behind it. weight: [2 * N, K]. Returns [M, N]."""
+    before = x if isinstance(x, Scaled) else None
+    rows = x.x if isinstance(x, Scaled) else x
+    out = rows.new_empty(len(rows), len(weight) // 2)
+    _launch(rows, before, weight, bias, out, gated=True)
     return out
 
 
@@ -116,8 +123,7 @@ def _launch(
     rows, depth = x.shape
     shape = tile(rows, len(weight), gated)
     parts = 0 if before is None else len(before.squares)
-    # Triton's interpreter has no dependent launches.
-    overlap = x.is_cuda
+    overlap = can_overlap(x.device)
     tensors = (
         x,
         x if before is None else before.squares,
@@ -142,13 +148,12 @@ def _launch(
         "NORM": after is not None,
         "OVERLAP": overlap,
         "num_warps": shape.warps,
+        **({"launch_pdl": True} if overlap else {}),
     }
-    if overlap:
-        options["launch_pdl"] = True
     grid = (triton.cdiv(len(weight), shape.rows),)
     if rows == 1:
         ring = min(shape.ahead, triton.cdiv(depth, shape.depth))
         vector_kernel[grid](*tensors, parts, RING=ring, **options)
     else:
-        padded = 8 if rows <= 8 else 16
+        padded = max(8, triton.next_power_of_2(rows))
         dot_kernel[grid](*tensors, rows, parts, MP=padded, SIDES=shape.sides, STAGES=shape.ahead, **options)

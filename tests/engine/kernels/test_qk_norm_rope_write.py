@@ -9,17 +9,24 @@ from engine.ops import TorchOps
 BLOCKS = 5
 
 
+@pytest.mark.parametrize("tokens", [1, 7])
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (9, 3, 64), (4, 2, 32), (14, 2, 64), (8, 8, 128)])
 def test_equals_its_twin(
-    device: torch.device, dtype: torch.dtype, close: dict[str, float], heads: int, kv_heads: int, dim: int, norm: bool
+    device: torch.device,
+    dtype: torch.dtype,
+    close: dict[str, float],
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    norm: bool,
+    tokens: int,
 ) -> None:
     generator = torch.Generator().manual_seed(heads * dim)
 
     def draw(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(device, dtype)
 
-    tokens = 7
     qkv = draw(tokens, (heads + 2 * kv_heads) * dim)
     weights = draw(2, dim) if norm else None
     angles = draw(tokens, dim // 2, dtype=torch.float32)

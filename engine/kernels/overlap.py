@@ -1,0 +1,22 @@
+"""Whether a launch may begin before the one ahead of it has ended (programmatic dependent launch, from Hopper on).
+
+Such a kernel does what does not depend on the launch ahead, and waits for it, whole, before the rest; every program
+waits, so that waiting for one launch is waiting for all before it. Triton's interpreter has nothing of the kind.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+
+@cache
+def can_overlap(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def between_linears(rows: int, device: torch.device) -> bool:
+    """For the kernels between the linears. Of several rows the waiting programs would take the room of working ones:
+    measured at 2, 8 and 16 rows, it gains nothing there."""
+    return rows == 1 and can_overlap(device)
