@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from engine.build import load_engine
-from engine.config import EngineConfig
 from engine.request import Completion, Request, SamplingParams
+from tests.engine.serve import ids, load
 
 MODES = ("processed", "temperature", "raw")
 
@@ -22,13 +21,10 @@ def ask(name: str, prompt: Iterable[int], max_tokens: int = 8, **fields: Any) ->
 
 
 class Real:
-    """One engine, stepped by the test. options: those of `load_engine`; the rest goes to `EngineConfig`."""
+    """One engine, stepped by the test. options: those of `load`."""
 
-    def __init__(
-        self, path: Path, *, num_blocks: int | None = None, lazy: bool = False, token_bytes: Any = None, **config: Any
-    ) -> None:
-        self.config = EngineConfig(**{"max_running": 8, "max_step_tokens": 64, "max_context": 256} | config)
-        self.loaded = load_engine(path, self.config, num_blocks=num_blocks, lazy=lazy, token_bytes=token_bytes)
+    def __init__(self, path: Path, *, num_blocks: int | None = None, **options: Any) -> None:
+        self.loaded = load(path, num_blocks=num_blocks, **options)
         self.engine = self.loaded.engine
         self.ended: dict[str, Completion] = {}
 
@@ -77,5 +73,4 @@ def same(found: Completion, expected: Completion, atol: float = 1e-4) -> None:
 
 
 def prompt(seed: int, length: int, vocab: int = 512) -> list[int]:
-    ids: Sequence[int] = np.random.default_rng(seed).integers(0, vocab, length).tolist()
-    return list(ids)
+    return list(map(int, ids(seed, length, vocab)))

@@ -17,11 +17,17 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def load(
-    path: Path, *, num_blocks: int = 100, lazy: bool = False, dtype: str = "float32", **config: Any
+    path: Path,
+    *,
+    num_blocks: int | None = 100,
+    lazy: bool = False,
+    dtype: str = "float32",
+    token_bytes: Sequence[bytes] | None = None,
+    **config: Any,
 ) -> LoadedEngine:
     """An engine whose KV pool is NaN wherever nothing was written yet."""
-    options = {"max_running": 8, "max_step_tokens": 64, "max_context": 256} | config
-    loaded = load_engine(path, EngineConfig(**options), num_blocks=num_blocks, lazy=lazy, dtype=dtype)
+    options = EngineConfig(**{"max_running": 8, "max_step_tokens": 64, "max_context": 256} | config)
+    loaded = load_engine(path, options, num_blocks=num_blocks, lazy=lazy, dtype=dtype, token_bytes=token_bytes)
     loaded.kv.data.fill_(float("nan"))
     return loaded
 
