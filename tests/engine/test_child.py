@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from engine.child import LogLine, condensed
 from engine.handle import EngineStats, Report, WeightsFailed
-from engine.loop import refusal
-from engine.request import Failure
+from engine.request import Failure, refusal
 from tests.engine.host import ask
 
 DEAD = Failure("engine_dead", "it is gone")

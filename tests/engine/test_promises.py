@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from engine.handle import Committed, CommitWeights, Pause, Prepared, PrepareWeights, Report, Submit, WeightsFailed
-from engine.loop import refusal
 from engine.promises import Promises
-from engine.request import Failure
+from engine.request import Failure, refusal
 from engine.step import WeightsInfo
 from tests.engine.host import ask
 
