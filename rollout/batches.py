@@ -148,6 +148,11 @@ class Batches:
         for member in self._tasks.values():
             self._end_soon(member, reason)
 
+    def leave_running(self) -> None:
+        """Wait no longer for environments that were given up or close: their trajectories have all they will have."""
+        for task in self._tasks:
+            task.cancel()
+
     # What happens to a trajectory.
 
     def _group(self, batch: Batch, spec: Group, content: bytes) -> SubmittedGroup:
@@ -232,13 +237,16 @@ class Batches:
 
     def _ended(self, task: asyncio.Task[Record]) -> None:
         member = self._tasks.pop(task)
-        try:
-            record = task.result()
-        except BaseException as error:
-            # A rollout makes a record of everything; if it cannot, its group must still end.
-            log.exception("trajectory %r broke", member.id)
+        # A rollout makes a record of everything; if it cannot, its group must still end.
+        if task.cancelled():
+            end = End(member.ending or "abort_shutdown")
+            record = self._untouched(member.spec(next(self._starts)), end)
+        elif (error := task.exception()) is not None:
+            log.error("trajectory %r broke", member.id, exc_info=error)
             broken = Internal(f"{type(error).__name__}: {error}", scope="trajectory")
             record = self._untouched(member.spec(next(self._starts)), End("error", failure=broken.failure()))
+        else:
+            record = task.result()
         self._finish(member, record)
 
     def _finish(self, member: Member, record: Record) -> None:

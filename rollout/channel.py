@@ -75,7 +75,8 @@ class Channel:
         try:
             self._socket.send_multipart([peer, *frames], copy=False)
         except zmq.ZMQError as error:
-            if error.errno != errno.EHOSTUNREACH:
+            # The second: a last task ends after the socket was closed.
+            if error.errno not in (errno.EHOSTUNREACH, zmq.ENOTSOCK):
                 raise
             return False
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import logging
 import time
@@ -59,7 +60,11 @@ class Rollout:
         self._generating: str | None = None
 
     async def run(self) -> Record:
-        """Called once. Never raises (cancellation of the task aside): whatever happens becomes the record."""
+        """Called once. Never raises: whatever happens becomes the record.
+
+        Cancelled, the task ends without one, except where it waits for a call that was given up or for `close`:
+        then only that wait ends.
+        """
         watch = Stopwatch(self._spec.accepted)
         watch.queued()
         deadline = self._set_deadline()
@@ -73,7 +78,8 @@ class Rollout:
             if deadline is not None:
                 deadline.cancel()
             self._mailbox.close()
-            await self._environment.close()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._environment.close()
 
     def cancel(self, reason: TrajectoryReason) -> None:
         """End with what there is; `run` returns soon. Idempotent, the first reason stays; allowed before `run`."""

@@ -147,6 +147,8 @@ class Service:
         await _within(self.batches.idle.wait(), 0.0 if self.engine.died or self.paused else timeouts.drain)
         self.batches.end_running("abort_shutdown")
         await _within(self.batches.idle.wait(), timeouts.ack / 2)
+        self.batches.leave_running()
+        await _within(self.batches.idle.wait(), timeouts.ack / 4)
         # Delivery may use what is left of the drain: a result that is not taken over has to be made again elsewhere.
         await _within(self._delivered(), end - time.monotonic())
         if left := self.batches.results:

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -155,7 +156,9 @@ class Guard:
 
     async def _leave(self, stage: Stage, call: Call) -> None:
         call.task.cancel()
-        await asyncio.wait({call.task}, timeout=UNWIND_S)
+        # Cancelled meanwhile, the wait is over and what the trajectory has still becomes its record.
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait({call.task}, timeout=UNWIND_S)
         if call.running:
             self._left = call
             log.warning("%s: %s was given up but still runs", self._name, stage)

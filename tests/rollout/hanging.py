@@ -21,3 +21,11 @@ class Blocked(Environment):
     def step(self, _: TurnResult) -> Step:  # type: ignore[override]
         time.sleep(1000)
         return Step(done=True)
+
+
+class Lingering(Environment):
+    async def step(self, _: TurnResult) -> Step:
+        return Step(done=True, reward=0.5)
+
+    async def close(self) -> None:
+        await asyncio.sleep(1000)

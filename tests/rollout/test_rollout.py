@@ -350,6 +350,24 @@ def test_cancelling_the_task_closes_the_environment_and_aborts_the_request() -> 
     run(main())
 
 
+def test_cancelling_the_task_while_it_closes_leaves_the_record() -> None:
+    closing = asyncio.Event()
+
+    class Lingering(Scored):
+        async def close(self) -> None:
+            closing.set()
+            await asyncio.Event().wait()
+
+    async def main() -> None:
+        playing = await play(StubEngine(), group(), lambda: Lingering(lambda _t: Step(done=True)))
+        await closing.wait()
+        playing.record.cancel()
+        record: Record = await playing.record
+        assert (record.status, record.reward) == ("completed", 1.0)
+
+    run(main())
+
+
 # Environments.
 
 

@@ -145,22 +145,23 @@ def test_a_paused_worker_does_not_wait_for_work_that_cannot_end(tmp_path: Path) 
         assert worker.wait(GRACE + SLACK) == 0
 
 
-def test_environments_that_hang_do_not_hold_the_process(tmp_path: Path) -> None:
-    arguments = ("--drain-timeout", "0.5", "--env", "stuck=tests.rollout.hanging:Stuck")
-    blocked = ("--env", "blocked=tests.rollout.hanging:Blocked")
-    with process(tmp_path, *arguments, *blocked) as worker, RawClient(worker.wait_ready().address) as client:
+def test_environments_that_hang_hold_neither_their_records_nor_the_process(tmp_path: Path) -> None:
+    kinds = {"stuck": "Stuck", "blocked": "Blocked", "lingering": "Lingering"}
+    arguments = ["--drain-timeout", "0.5"]
+    for name, kind in kinds.items():
+        arguments += ["--env", f"{name}=tests.rollout.hanging:{kind}"]
+    with process(tmp_path, *arguments) as worker, RawClient(worker.wait_ready().address) as client:
         client.hello()
         on_length = {"on_length": "continue"}
-        submit(
-            client,
-            *(group(name, environment={"name": name}, budget=on_length, max_tokens=2) for name in ("stuck", "blocked")),
-        )
-        eventually(lambda: client.call("status")["trajectories_running"] == 2)
+        submit(client, *(group(name, environment={"name": name}, budget=on_length, max_tokens=2) for name in kinds))
+        eventually(lambda: client.call("status")["trajectories_running"] == 3)
         worker.signal(signal.SIGTERM)
-        # The other one takes a cancellation for nothing: its record would have to wait for it.
-        record = client.record()
-        assert (record["group_id"], record["finish_reason"]) == ("blocked", "abort_shutdown")
+        records = {(record := client.record())["group_id"]: record for _ in kinds}
         assert worker.wait(0.5 + GRACE + SLACK) == 0
+    reasons = {name: record["finish_reason"] for name, record in records.items()}
+    assert reasons == {"stuck": "abort_shutdown", "blocked": "abort_shutdown", "lingering": "env_done"}
+    assert all(record["segments"][0]["loss_mask"].sum() == 2 for record in records.values())
+    assert "Traceback" not in worker.log
 
 
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
