@@ -21,6 +21,12 @@ def buckets(largest: int) -> list[int]:
     return [*(size for size in sizes if size < largest), largest]
 
 
+def bucket_for(rows: int, sizes: Sequence[int]) -> int | None:
+    """The smallest of the ascending `sizes` that holds `rows`; None when none does."""
+    place = bisect_left(sizes, rows)
+    return sizes[place] if place < len(sizes) else None
+
+
 class DecodeGraphs:
     """Graphs by bucket. step: runs a decode step of so many rows on the current stream and returns its logits."""
 
@@ -31,8 +37,7 @@ class DecodeGraphs:
 
     def bucket(self, rows: int) -> int | None:
         """The smallest bucket that holds `rows`; None when none does."""
-        place = bisect_left(self._sizes, rows)
-        return self._sizes[place] if place < len(self._sizes) else None
+        return bucket_for(rows, self._sizes)
 
     def replay(self, bucket: int) -> Tensor:
         """Run the step; logits fp32[bucket, vocab], the same memory every time."""

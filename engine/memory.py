@@ -35,13 +35,15 @@ class Memory:
 
     def allocate(self, nbytes: int, tag: str, *, host: bool = False, pinned: bool = False) -> torch.Tensor:
         """uint8[nbytes], 256-byte aligned, contents undefined. host: on the CPU, whatever the device; pinned: so that
-        copies to and from the device run beside the host (pinning takes half a second a GiB).
+        copies to and from a GPU run beside the host (pinning takes half a second a GiB).
 
         Raises `OutOfMemory` with the plan so far when the device refuses.
         """
         device = torch.device("cpu") if host else self.device
         try:
-            raw = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device=device, pin_memory=pinned)
+            raw = torch.empty(
+                nbytes + ALIGNMENT, dtype=torch.uint8, device=device, pin_memory=pinned and self.device.type == "cuda"
+            )
         except (torch.OutOfMemoryError, RuntimeError) as error:
             raise OutOfMemory(f"{tag}: no {nbytes:,} bytes on {device}; so far:\n{self.table()}", field=tag) from error
         self.allocations.append(Allocation(tag, nbytes, device.type))

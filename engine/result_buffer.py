@@ -27,11 +27,10 @@ class ResultBuffer:
     """Host memory for the results of one step of up to `max_rows` rows and `max_tokens` query tokens."""
 
     def __init__(self, max_rows: int, max_tokens: int, memory: Memory) -> None:
-        pinned = memory.device.type == "cuda"
 
         def array(dtype: torch.dtype, *shape: int) -> Tensor:
             nbytes = prod(shape) * dtype.itemsize
-            return memory.allocate(nbytes, "step results", host=True, pinned=pinned).view(dtype).view(shape)
+            return memory.allocate(nbytes, "step results", host=True, pinned=True).view(dtype).view(shape)
 
         modes = len(LOGPROB_MODES)
         self._token_ids = array(torch.int32, max_rows)
