@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
 from protocols.codec import fingerprint
-from protocols.errors import Duplicate, Internal, StaleVersion, UnknownTrajectory
+from protocols.errors import Duplicate, Internal, UnknownTrajectory
 from protocols.fields import Group, Record, Status, TrajectoryReason
 from protocols.replies import Accepted, TurnDone
 from protocols.requests import Cancel, Continue, SubmitBatch
@@ -168,11 +168,10 @@ class Batches:
         for count in (group.count, batch.count):
             count.open += 1
             count.owed += 1
-        self._waiting[member] = None
+        self._waiting[member] = group.waiting[member] = None
         self.admission.queue(member)
         self.idle.clear()
-        if group.deadline is None and (seconds := group.spec.budget.trajectory_deadline_s) is not None:
-            group.deadline = asyncio.get_running_loop().call_later(seconds, self._overdue, group)
+        self._watch(group)
 
     def _admit(self) -> None:
         self._admitting = None
@@ -185,8 +184,7 @@ class Batches:
 
     def _start(self, member: Member) -> None:
         """`member` has its room."""
-        del self._waiting[member]
-        member.started = True
+        self._leave_queue(member)
         member.rollout = self._launch(member.spec(next(self._starts)), functools.partial(self._turn, member))
         task = asyncio.get_running_loop().create_task(member.rollout.run())
         self._tasks[task] = member
@@ -212,28 +210,34 @@ class Batches:
             if member.rollout is not None and member.ending is not None:
                 member.rollout.cancel(member.ending)
             elif member in self._waiting and member.ending is not None:
-                self._end_unstarted(member, End(member.ending))
+                self._end_unstarted(member, member.ending)
         if self._to_end:
             self._ending = asyncio.get_running_loop().call_soon(self._end_some)
 
-    def _overdue(self, group: SubmittedGroup) -> None:
-        """The deadline of samples that still wait: they end now, with what that means."""
-        group.deadline = None
-        needed, version = group.spec.min_version, self._version()
-        for member in [member for member in self._waiting if member.group is group]:
-            if needed is not None and needed > version:
-                stale = StaleVersion(f"version {needed} was waited for, {version} serves", scope="trajectory")
-                self._end_unstarted(member, End("error", failure=stale.failure()))
-            else:
-                # Its deadline has passed, which the rollout notices before anything else.
-                self.admission.start(member, 0)
-                self._start(member)
+    def _watch(self, group: SubmittedGroup) -> None:
+        """See to it that samples do not wait beyond their deadline."""
+        seconds = group.spec.budget.trajectory_deadline_s
+        if seconds is not None and group.deadline is None and group.waiting:
+            left = next(iter(group.waiting)).accepted + seconds - time.monotonic()
+            group.deadline = asyncio.get_running_loop().call_later(max(0.0, left), self._overdue, group, seconds)
 
-    def _end_unstarted(self, member: Member, end: End) -> None:
-        del self._waiting[member]
-        member.started = True
+    def _overdue(self, group: SubmittedGroup, seconds: float) -> None:
+        group.deadline = None
+        latest = time.monotonic() - seconds
+        for member in list(itertools.takewhile(lambda member: member.accepted <= latest, group.waiting)):
+            del group.waiting[member]
+            self._end_soon(member, "trajectory_deadline")
+        self._watch(group)
+
+    def _end_unstarted(self, member: Member, reason: TrajectoryReason) -> None:
+        self._leave_queue(member)
         self.admission.start(member, 0)
-        self._finish(member, self._untouched(member.spec(next(self._starts)), end))
+        self._finish(member, self._untouched(member.spec(next(self._starts)), member.end(reason, self._version())))
+
+    def _leave_queue(self, member: Member) -> None:
+        del self._waiting[member]
+        member.group.waiting.pop(member, None)
+        member.started = True
 
     def _ended(self, task: asyncio.Task[Record]) -> None:
         member = self._tasks.pop(task)

@@ -7,12 +7,13 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-from protocols.fields import Group, Record, Status, TrajectoryReason
+from protocols.errors import StaleVersion
+from protocols.fields import Group, Record, Status, TrajectoryReason, Truncation
 from protocols.replies import BatchDone, GroupDone, TrajectoryDone, TurnDone
 from rollout.outbox import Event, Key
 from rollout.rollout import Rollout
 from rollout.sessions import Session
-from rollout.trajectory import TrajectorySpec
+from rollout.trajectory import End, TrajectorySpec
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +57,7 @@ class SubmittedGroup:
     """content: fingerprint of everything but which samples were asked for. seed: drawn if none came.
 
     echoed: bytes of it that every record repeats. largest: bytes of the largest record that a sample can become.
-    deadline: ends samples that have not started by then.
+    waiting: samples that have not started, in the order of their accept; deadline: of the first of them.
     """
 
     batch: Batch
@@ -66,6 +67,7 @@ class SubmittedGroup:
     echoed: int
     largest: int
     count: Count = field(default_factory=Count)
+    waiting: dict[Member, None] = field(default_factory=dict)
     deadline: asyncio.TimerHandle | None = None
 
     @property
@@ -132,6 +134,16 @@ class Member:
             order=start,
             accepted=self.accepted,
         )
+
+    def end(self, reason: TrajectoryReason, version: int) -> End:
+        """What it means that it ends for `reason` before it has started, while weights of `version` serve."""
+        needed, seconds = self.group.spec.min_version, self.group.spec.budget.trajectory_deadline_s
+        if reason != "trajectory_deadline" or seconds is None:
+            return End(reason)
+        if needed is not None and needed > version:
+            stale = StaleVersion(f"version {needed} was waited for, {version} serves", scope="trajectory")
+            return End("error", failure=stale.failure())
+        return End(reason, Truncation(limit="trajectory_deadline_s", value=seconds))
 
     def done(self, record: Record) -> Event:
         return Event(self.key, lambda: TrajectoryDone(id=self.batch.submit_id, record=record))

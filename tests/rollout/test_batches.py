@@ -386,6 +386,29 @@ def test_the_deadline_of_a_trajectory_that_waits_for_room_ends_it_too() -> None:
         assert len(record["segments"][0]["token_ids"]) == 3
 
 
+def test_a_sample_that_was_submitted_later_has_its_own_deadline() -> None:
+    with worker() as served, RawClient(served.address) as client:
+        client.hello()
+        seconds = 0.5
+        both = group(n=2, min_version=9, budget={"trajectory_deadline_s": seconds})
+        submit(client, both | {"trajectory_ids": ["first"], "sample_indices": [0]})
+        assert client.nothing(seconds / 2)
+        submit(client, both | {"trajectory_ids": ["second"], "sample_indices": [1]})
+        records = [client.record() for _ in range(2)]
+        assert [record["trajectory_id"] for record in records] == ["first", "second"]
+        assert all(record["wall_s"] >= seconds for record in records)
+        eventually(lambda: untouched(served))
+
+
+def test_many_groups_miss_their_deadline_while_pings_are_answered() -> None:
+    with worker() as served, RawClient(served.address) as client:
+        client.hello()
+        overdue = {"min_version": 9, "budget": {"trajectory_deadline_s": 0.5}}
+        submit(client, *(group(f"g{i}", n=16, **overdue) for i in range(500)))
+        client.record()
+        assert client.call("status")["trajectories_waiting"] > 0
+
+
 def test_a_timer_of_a_finished_group_keeps_nothing_alive() -> None:
     with worker() as served, RawClient(served.address) as client:
         client.hello()
