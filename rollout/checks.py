@@ -41,8 +41,20 @@ def check_submit(
             raise type(error)(error.message, field=f"groups[{i}].{error.field}") from None
 
 
-def check_score(score: Score, *, model: ModelInfo) -> None:
+BLOB_HEADER = 64
+"""Bytes at most that one array adds to a header."""
+
+
+def check_score(score: Score, *, model: ModelInfo, limits: Limits) -> None:
     """Raises BadRequest or PromptTooLong."""
+    arrays = len(score.sequences) * len(score.sampling.logprobs)
+    reply = 4 * len(score.sampling.logprobs) * sum(map(len, score.sequences)) + BLOB_HEADER * arrays
+    if reply > limits.max_message:
+        raise BadRequest(
+            f"the reply would have {reply} bytes, more than max_message, {limits.max_message}: score fewer sequences "
+            "at a time",
+            field="sequences",
+        )
     for i, ids in enumerate(score.sequences):
         if len(ids) > model.max_context:
             raise PromptTooLong(f"has {len(ids)} tokens, more than {model.max_context}", field=f"sequences[{i}]")

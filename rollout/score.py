@@ -9,7 +9,7 @@ import numpy as np
 
 from engine.request import Completion, Request
 from protocols.errors import Internal
-from protocols.fields import ModelInfo
+from protocols.fields import Limits, ModelInfo
 from protocols.replies import Scored
 from protocols.requests import Score
 from rollout.async_engine import AsyncEngine
@@ -22,14 +22,15 @@ FIRST = -1
 
 
 class Scorer:
-    def __init__(self, engine: AsyncEngine, model: ModelInfo) -> None:
+    def __init__(self, engine: AsyncEngine, model: ModelInfo, limits: Limits) -> None:
         self._engine = engine
         self._model = model
+        self._limits = limits
         self._numbers = itertools.count()
 
     async def score(self, message: Score) -> Scored:
         """Raises BadRequest, PromptTooLong, and what the engine found wrong with a sequence."""
-        check_score(message, model=self._model)
+        check_score(message, model=self._model, limits=self._limits)
         done: list[Completion | None] = [None] * len(message.sequences)
         while missing := [i for i, completion in enumerate(done) if completion is None]:
             fresh = await asyncio.gather(*(self._engine.generate(self._request(message, i)) for i in missing))

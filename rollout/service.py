@@ -106,7 +106,7 @@ class Service:
             version=lambda: self.weights.version,
             max_context=served.model.max_context,
         )
-        self.scorer = Scorer(self.engine, served.model)
+        self.scorer = Scorer(self.engine, served.model, self.limits)
         self.sessions = Sessions(self._send, limits=limits, client_timeout=timeouts.client, on_expired=self._expired)
         self._handlers = Handlers(self)
         self._unreadable = 0

@@ -306,6 +306,19 @@ def test_a_score_that_cannot_be_is_refused_by_name(fields: dict[str, Any], code:
         assert (error["code"], error["field"]) == (code, field)
 
 
+def test_a_score_whose_reply_no_client_could_take_is_refused_before_it_is_computed() -> None:
+    """Three modes are three times the request: a reply above max_message would break the connection, again and again."""
+    with worker(limits=Limits(max_message=100_000)) as served, RawClient(served.address) as client:
+        client.hello()
+        ids = np.zeros(10_000, np.int32)
+        modes = ("processed", "temperature", "raw")
+        error = client.call("score", sequences=[ids], sampling={"logprobs": modes})["error"]
+        assert (error["code"], error["field"]) == ("bad_request", "sequences")
+        assert "score fewer" in error["message"]
+        scored = client.call("score", sequences=[ids], sampling={"logprobs": modes[:1]})
+        assert len(scored["logprobs"]["processed"][0]) == 10_000
+
+
 def test_a_score_that_a_commit_comes_between_is_of_one_version() -> None:
     with worker(TimedEngine(score_s=0.3)) as served, RawClient(served.address) as client:
         client.hello()
