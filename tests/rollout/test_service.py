@@ -307,7 +307,7 @@ def test_a_score_that_cannot_be_is_refused_by_name(fields: dict[str, Any], code:
 
 
 def test_a_score_whose_reply_no_client_could_take_is_refused_before_it_is_computed() -> None:
-    """Three modes are three times the request: a reply above max_message would break the connection, again and again."""
+    """Three modes are three times the request: a reply above max_message would break the connection every time."""
     with worker(limits=Limits(max_message=100_000)) as served, RawClient(served.address) as client:
         client.hello()
         ids = np.zeros(10_000, np.int32)
