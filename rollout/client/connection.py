@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 PING_S = 2.0
 HELLO_AGAIN_S = 0.5
+TELL_S = 5.0
+"""A call may wait for minutes: who forgot to start the worker should not have to wonder that long."""
 BACKOFF_S = 0.05
 MAX_BACKOFF_S = 1.0
 FOREVER = float("inf")
@@ -68,6 +70,7 @@ class Connection:
         self._open_at = 0.0
         self._failures = 0
         self._refusal: RolloutError | None = None
+        self._told = False
         self.down_since = time.monotonic()
 
     @property
@@ -82,7 +85,9 @@ class Connection:
     def no_worker(self, seconds: float) -> RolloutError:
         """Why nothing was heard for so long."""
         address = self._link.address
-        return self._refusal or ConnectionLost(f"no worker answers at {address} after {seconds:.3g} s")
+        return self._refusal or ConnectionLost(
+            f"no worker answers at {address} after {seconds:.3g} s: is a rollout-worker running with that --bind?"
+        )
 
     def next_deadline(self) -> float:
         return min(self._open_at, self._hello_at, time.monotonic() + self._ping_every)
@@ -153,6 +158,7 @@ class Connection:
             log.debug("%s before the welcome", message.type)
         elif isinstance(message, Welcome):
             self._state = "up"
+            self._told = False
             self._session = message.session
             self._limits = message.limits
             self._refusal = None
@@ -185,6 +191,9 @@ class Connection:
         if self._state == "greeting" and self._hello_at == FOREVER and now - self._hello_sent >= self._timeout:
             self.reset(f"no welcome for {self._timeout:g} s")
         if not self.up:
+            if not self._told and self._state != "refused" and now - self.down_since >= TELL_S:
+                self._told = True
+                log.warning("%s Still trying", self.no_worker(now - self.down_since))
             return
         if self._pinged > self._heard:
             if now - self._pinged >= self._timeout:

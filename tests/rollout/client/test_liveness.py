@@ -40,6 +40,18 @@ def test_an_absent_worker_is_named(connect: Connect) -> None:
         assert error.value.retryable
 
 
+def test_a_long_wait_for_an_absent_worker_is_logged_once(
+    connect: Connect, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout.client.connection.TELL_S", 0.1)
+    address = free_address()
+    client = connect(address, timeout=0.2)
+    for _ in range(2):
+        with pytest.raises(ConnectionLost):
+            client.connect(timeout=0.5)
+    assert caplog.text.count(f"no worker answers at {address}") == 1
+
+
 def test_a_worker_that_comes_later_is_found(start: Start, connect: Connect, later: Later) -> None:
     address = free_address()
     client = connect(address)
