@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -137,7 +138,7 @@ def prepare_weights(
         PrepareWeightsRequest,
         id=core.new_id(),
         update_id=update_id or f"update-{secrets.token_hex(6)}",
-        path=str(path),
+        path=os.path.abspath(path),  # the worker's working directory is another
         version=version,
         checksums=None if checksums is None else dict(checksums),
         force=force,

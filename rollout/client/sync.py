@@ -163,7 +163,8 @@ class RolloutClient(GroupMaker):
         have it. checksums: file name -> "sha256:hex". force: allow a lower version. timeout: seconds for reading,
         and again for copying, on top of the drain. Whatever is raised, either the old weights serve or the new.
 
-        Keep the path until the next update: after a restart the worker reads it again.
+        Keep the path until the next update: after a restart the worker reads it again. A relative one starts from
+        this process's working directory.
         """
         return run(
             calls.update_weights(

@@ -223,6 +223,15 @@ def test_cancel_returns_counts_and_the_records_still_come(start: Start, connect:
     assert [t.finish_reason for t in batch.results()] == ["abort_client"] * 2
 
 
+def test_a_relative_path_of_weights_starts_at_the_trainer(
+    start: Start, connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    worker = start()
+    connect(worker).update_weights("w1", 1)
+    assert [request.path for request in worker.of(PrepareWeightsRequest)] == [str(tmp_path / "w1")]
+
+
 def test_update_weights_prepares_then_commits_what_it_prepared(start: Start, connect: Connect) -> None:
     worker = start()
     client = connect(worker)
