@@ -1,6 +1,6 @@
 """The trainer's side: submit groups of trajectories to a rollout worker, take the results, update its weights.
 
-    with RolloutClient("tcp://127.0.0.1:5557") as client:
+    with RolloutClient("tcp://127.0.0.1:5555") as client:
         client.update_weights("/shared/step-1", version=1)
         for trajectory in client.submit([client.group(prompt_ids, n=8, max_tokens=256)]):
             train_on(trajectory.response_ids, trajectory.response_logprobs, trajectory.response_mask)

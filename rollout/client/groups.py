@@ -160,7 +160,9 @@ class GroupMaker:
     ) -> Group:
         """n samples of one prompt, to be handed to `submit`.
 
-        id: the group's; made up when None. Trajectory i is called `{id}.{i}` unless `trajectory_ids` names all.
+        max_tokens: of each turn; without it a turn ends at an EOS or stop id, or where the context is full.
+        min_version: wait until the worker serves it. id: the group's; made up when None. Trajectory i is called
+        `{id}.{i}` unless `trajectory_ids` names all.
         script: what follows each sampled turn, token ids or `turn(observation, glue=..., max_tokens=...)`; it
         implies the environment "scripted". environment: a name the worker knows, with its `config`, or an
         `Environment`. The law of a turn, the budget and the rest: `protocols.fields.Sampling`, `Budget`, `Group`.
@@ -231,7 +233,12 @@ def _environment(
             raise BadRequest("an Environment holds its own config and script", field="environment")
         return environment
     name = environment or "scripted"
+    if not isinstance(name, str):
+        raise BadRequest("must be a name (its configuration goes into config=) or an Environment", field="environment")
     if script is not None and name != "scripted":
         raise BadRequest(f"environment {name!r} takes no script", field="script")
-    entries = tuple(entry if isinstance(entry, ScriptedTurn) else turn(entry) for entry in script or ())
+    entries = tuple(
+        entry if isinstance(entry, ScriptedTurn) else turn(int32(entry, f"script[{k}]"))
+        for k, entry in enumerate(script or ())
+    )
     return checked(Environment, name=name, script=entries, config=dict(config or {}))

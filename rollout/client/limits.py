@@ -35,7 +35,7 @@ def check_groups(groups: Sequence[Group], welcome: Welcome) -> None:
 def check_ids(ids: npt.NDArray[np.int32], welcome: Welcome, field: str) -> None:
     vocab, context = welcome.model.vocab_size, welcome.model.max_context
     if len(ids) >= context:
-        raise PromptTooLong(f"{len(ids)} tokens leave no room in a context of {context}", field=field)
+        raise PromptTooLong(f"{len(ids)} tokens leave no room in the worker's --max-context, {context}", field=field)
     if int(ids.min()) < 0 or int(ids.max()) >= vocab:
         raise BadRequest(f"ids lie in [0, {vocab}), found {ids.min()} .. {ids.max()}", field=field)
 

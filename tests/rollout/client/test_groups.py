@@ -160,7 +160,9 @@ def test_an_environment_may_be_given_whole(group: Callable[..., Group]) -> None:
         ({"prompt_source": [0, 1]}, "prompt_source"),
         ({"environment": "x", "script": [[1]]}, "script"),
         ({"environment": Environment(), "script": [[1]]}, "environment"),
-        ({"script": [turn([1]), [1.5]]}, "observation"),
+        ({"environment": {"name": "x"}}, "environment"),
+        ({"script": [turn([1]), [1.5]]}, "script[1]"),
+        ({"script": [1, 2]}, "script[0]"),
     ],
 )
 def test_what_is_wrong_is_named(group: Callable[..., Group], options: dict[str, Any], field: str) -> None:
