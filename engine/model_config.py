@@ -74,8 +74,14 @@ ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3", "Qwen2ForCausalLM": "qwen2", "Llam
 def read_model_config(directory: Path) -> ModelConfig:
     """Read config.json and generation_config.json of a checkpoint directory.
 
-    Raises `WeightsIncomplete` when config.json is missing, `WeightsInvalid` for anything that is not supported.
+    Raises `WeightsIncomplete` when the directory or config.json is missing, `WeightsInvalid` for anything that is not
+    supported.
     """
+    if not directory.is_dir():
+        raise WeightsIncomplete(
+            f"{directory}: there is no such directory; it must be a local one with config.json and safetensors files",
+            field=directory.name,
+        )
     path = directory / "config.json"
     raw = _read_json(path)
     if raw is None:

@@ -60,15 +60,19 @@ def parse(argv: Sequence[str]) -> WorkerConfig:
         return WorkerConfig(**given)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        option = _flag(str(first["loc"][0])) if first["loc"] else ""
+        name = str(first["loc"][0]) if first["loc"] else ""
+        option = _flag(name) if name else ""
         if first["type"] == "missing":
             parser.error(f"{option} is required")
+        if name and name not in given:
+            option = f"ROLLOUT_WORKER_{name.upper()}"
         parser.error(f"{option}: {_reason(first)}" if option else _reason(first))
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=NAME,
+        usage=f"{NAME} --weights PATH [options]; {NAME} --help lists them",
         description="Runs batches of agent trajectories for a trainer, on one engine, over ZeroMQ.",
         epilog="Every option is also read from the environment: --kv-tokens from ROLLOUT_WORKER_KV_TOKENS.",
         argument_default=argparse.SUPPRESS,

@@ -41,7 +41,9 @@ class WorkerConfig(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="ROLLOUT_WORKER_", frozen=True, extra="forbid")
 
-    weights: Path = option(..., "model", "checkpoint directory (safetensors, config.json, tokenizer.json)")
+    weights: Path = option(
+        ..., "model", "checkpoint directory: config.json, safetensors; tokenizer.json only where text is used"
+    )
     device: Literal["cpu", "cuda"] = option("cpu", "model", "where the model runs")
     dtype: Literal["auto", "float32", "bfloat16"] = option(
         "auto", "model", "of weights and KV cache; auto: float32 on cpu, bfloat16 on cuda"
@@ -87,7 +89,11 @@ class WorkerConfig(BaseSettings):
     )
     window: Bytes = option(4 * 2**20, "clients", "results on their way to one client", unit="bytes, or 4MiB")
 
-    env: tuple[str, ...] = option((), "environments", "name=module:Class of an environment; may be repeated")
+    env: tuple[str, ...] = option(
+        (),
+        "environments",
+        "name=module:Class of an environment, from PYTHONPATH or the working directory; may be repeated",
+    )
 
     drain_timeout: Seconds = option(30.0, "shutdown", "running work may go on after SIGTERM", unit="s")
     ack_timeout: Seconds = option(
@@ -103,6 +109,8 @@ class WorkerConfig(BaseSettings):
             raise ValueError("--kv-tokens and --kv-memory say the same thing: give one of them")
         if self.curve_clients is not None and self.curve_secret is None:
             raise ValueError("--curve-clients needs --curve-secret")
+        if not self.bind.startswith(("tcp://", "ipc://")):
+            raise ValueError(f"--bind {self.bind} must read tcp://HOST:PORT or ipc://PATH")
         if self.curve_secret is None and not is_local(self.bind):
             raise ValueError(
                 f"--bind {self.bind} can be reached from other machines: give --curve-secret (a key pair is made by "

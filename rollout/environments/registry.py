@@ -96,7 +96,9 @@ def _load(spec: str) -> tuple[str, EnvironmentFactory]:
         for part in attribute.split("."):
             found = getattr(found, part)
     except Exception as error:
-        raise ValueError(f"--env {spec}: {error}") from error
+        missing = isinstance(error, ModuleNotFoundError) and error.name in (module, module.split(".")[0])
+        advice = "; it must be installed, in the working directory or on PYTHONPATH" if missing else ""
+        raise ValueError(f"--env {spec}: {error}{advice}") from error
     if not callable(found):
         raise ValueError(f"--env {spec}: {attribute} is not callable")
     return name, found

@@ -198,6 +198,13 @@ def test_nothing_else_comes_from_generation_config() -> None:
     assert parse_model_config(raw(), generation) == parse_model_config(raw())
 
 
+def test_a_path_that_is_no_directory(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    for path in (tmp_path / "absent", tmp_path / "model.safetensors"):
+        with pytest.raises(WeightsIncomplete, match=f"{path}: there is no such directory"):
+            read_model_config(path)
+
+
 def test_files(tmp_path: Path) -> None:
     with pytest.raises(WeightsIncomplete) as caught:
         read_model_config(tmp_path)

@@ -88,6 +88,10 @@ def test_the_environment_fills_in_what_the_command_line_leaves_out(monkeypatch: 
         (["--weights", "w", "--dtype", "int8"], "argument --dtype: invalid choice"),
         (["--weights", "w", "--bind", "tcp://0.0.0.0:5555"], "can be reached from other machines"),
         (["--weights", "w", "--bind", "tcp://*:5555"], "--curve-secret"),
+        (
+            ["--weights", "w", "--bind", "localhost:5555"],
+            "--bind localhost:5555 must read tcp://HOST:PORT or ipc://PATH",
+        ),
         (["--weights", "w", "--curve-clients", "d"], "--curve-clients needs --curve-secret"),
         (["--weights", "w", "--max-step-tokens", "8", "--max-running", "9"], "must be at least --max-running 9"),
         (["--weights", "w", "--surprise"], "unrecognized arguments: --surprise"),
@@ -100,6 +104,13 @@ def test_an_option_that_cannot_be_is_refused_by_name(
     error = refused(arguments, capsys)
     assert message in error
     assert "Traceback" not in error
+
+
+def test_a_wrong_environment_variable_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ROLLOUT_WORKER_MAX_RUNNING", "many")
+    assert "ROLLOUT_WORKER_MAX_RUNNING: Input should be a valid integer" in refused(["--weights", "w"], capsys)
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,13 @@ def test_a_bad_name_on_the_command_line_says_which(specs: list[str]) -> None:
         Registry.load(specs)
 
 
+def test_where_a_module_is_looked_for_is_said() -> None:
+    with pytest.raises(ValueError, match=r"No module named 'nowhere'; it must be installed, in the working directory"):
+        Registry.load(["a=nowhere:Thing"])
+    with pytest.raises(ValueError, match=r"^--env a=json:Thing: module 'json' has no attribute 'Thing'$"):
+        Registry.load(["a=json:Thing"])
+
+
 def test_an_entry_point_is_imported_when_it_is_asked_for() -> None:
     good = EntryPoint("good", "rollout.environments.remote:Remote", ENTRY_POINTS)
     broken = EntryPoint("broken", "no.such.module:Class", ENTRY_POINTS)
