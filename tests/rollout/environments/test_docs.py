@@ -30,6 +30,8 @@ def example(name: str) -> Any:
     ("guesses", "answers", "reward"), [((5,), [], 1.0), ((1, 7, 5), [8, 9], 1.0), ((7, 6, 4), [9, 9], 0.0)]
 )
 def test_the_guessing_game(guesses: tuple[int, ...], answers: list[int], reward: float) -> None:
+    assert example("Guess").on_length == "continue"  # a guess of one token is cut by max_tokens
+
     async def main() -> Any:
         said = iter(guesses)
         engine = AsyncEngine(StubEngine(lambda request: completed(request, (next(said), 2))))
