@@ -40,6 +40,9 @@ TOLERANCE = 1e-3
 
 def main() -> int:
     options = parse()
+    print(
+        f"{options.rounds} rounds of GRPO through a real worker, to find a number of {NUMBERS}. It serves:", flush=True
+    )
     torch.set_num_threads(1)  # the model is tiny, and the worker wants a core too
     transformers.logging.disable_progress_bar()  # save_pretrained has one of its own
     model = make_model(options.seed)

@@ -67,7 +67,9 @@ def write_report(rounds: Sequence[Round], folder: Path, seed: int) -> None:
     console.print(f"  perfect play               {PERFECT:.3f}", highlight=False)
     console.print(f"largest logprob difference   {max(r.logprob_difference for r in rounds):.1e}", highlight=False)
     console.print(f"sampled                      {sampled} tokens in {spent:.1f} s of rollout", highlight=False)
-    console.print(f"plot and numbers             {folder / 'reward.png'}, {folder / 'curve.json'}", highlight=False)
+    print(f"plot                         {folder / 'reward.png'}")
+    print(f"numbers                      {folder / 'curve.json'}")
+    print("next                         the trainer: examples/find_number/__main__.py; your own: README.md, A trainer")
 
 
 def table(rounds: Sequence[Round]) -> Table:
