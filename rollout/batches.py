@@ -24,7 +24,7 @@ from rollout.trajectory import End, TrajectorySpec
 
 log = logging.getLogger(__name__)
 
-BURST = 8
+BURST = 3
 """Trajectories started, or ended, before other work on the loop gets its turn."""
 
 
