@@ -35,16 +35,6 @@ from engine.step_input import prompt_scores
 DecodeChoice = Literal["graph", "eager"]
 
 
-@dataclass(slots=True)
-class PathCounts:
-    """Steps by the way they ran, and decode rows that were padding."""
-
-    graph: int = 0
-    eager: int = 0
-    padding_rows: int = 0
-    graph_rows: int = 0
-
-
 @dataclass(frozen=True, slots=True)
 class Launched:
     """A step on its way: its results are whole in pinned memory once `done` has passed.
@@ -72,7 +62,6 @@ class CudaRunner:
         config, device = model.config, memory.device
         self.model = model
         self.kv = kv
-        self.counts = PathCounts()
         self._sampler = sampler
         rows = limits.max_rows
         self._input = CudaInput(rows, limits.max_tokens, rows * limits.max_row_blocks, RING, memory)
@@ -125,12 +114,8 @@ class CudaRunner:
         """Logits fp32[S, vocab] of the sampling rows, and the prompt logprobs of the scored ones."""
         bucket = self.graphs.bucket(plan.num_rows) if plan.num_decode == plan.num_rows else None
         if bucket is not None:
-            self.counts.graph += 1
-            self.counts.graph_rows += bucket
-            self.counts.padding_rows += bucket - plan.num_rows
             self._input.pack_decode(ring, plan, law, bucket)
             return self.graphs.replay(bucket)[: plan.num_rows], ()
-        self.counts.eager += 1
         return self._eager(ring, plan, law)
 
     def _decode(self, rows: int) -> Tensor:
