@@ -19,6 +19,7 @@ from engine.memory import KVPool, Memory
 from engine.model import build_model
 from engine.model_config import ModelConfig, read_model_config
 from engine.ops import TorchOps
+from engine.progress import READING, Progress, silent
 from engine.runner import Limits, StepDevice, TorchRunner
 from engine.sampler import Sampler
 from engine.update import Weights
@@ -62,14 +63,15 @@ def load_engine(
     token_bytes: Sequence[bytes] | None = None,
     weight_version: int = 0,
     checksums: dict[str, str] | None = None,
-    decode_path: Literal["graph", "eager"] = "graph",
+    decode_path: Literal["auto", "graph", "eager"] = "auto",
     lazy: bool = False,
+    progress: Progress = silent,
 ) -> LoadedEngine:
     """Load a checkpoint directory and build an engine over it.
 
     dtype: "float32" or "bfloat16", of weights and KV. num_blocks: blocks of the KV pool, block 0 (the dummy)
     included, or kv_bytes: a budget for it; by default every slot can hold the longest context, as far as a GPU's
-    memory goes. decode_path: see `CudaRunner`. lazy: see `TorchRunner`.
+    memory goes. decode_path: see `CudaRunner`; auto: graph. lazy: see `TorchRunner`. progress: told of the long steps.
 
     Raises `WeightsError` for a checkpoint that is refused, `OutOfMemory` when the plan does not fit.
     """
@@ -91,8 +93,11 @@ def load_engine(
         )
     memory = Memory(place)
     weights = Weights(model_config, kind, memory)
+    size = weights.arena.nbytes
+    progress(READING, 0, size)
     weights.prepare(str(path), weight_version, checksums)
     weights.commit()
+    progress(READING, size, size)
     limits = Limits(config.max_running, config.max_step_tokens, config.max_blocks_per_request)
     if num_blocks is None:
         whole = config.max_running * config.max_blocks_per_request + 1
@@ -107,7 +112,7 @@ def load_engine(
         from engine.cuda_runner import CudaRunner
 
         model = build_model(model_config, weights.arena, CudaOps(), config.max_context)
-        runner = CudaRunner(model, kv, sampler, limits, memory, decode_path)
+        runner = CudaRunner(model, kv, sampler, limits, memory, "graph" if decode_path == "auto" else decode_path)
     else:
         model = build_model(model_config, weights.arena, TorchOps(), config.max_context)
         attention = TorchPagedAttention(model_config, kind, place)
