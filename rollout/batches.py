@@ -17,6 +17,7 @@ from protocols.fields import Group, Record, Status, TrajectoryReason
 from protocols.replies import Accepted, TurnDone
 from protocols.requests import Cancel, Continue, SubmitBatch
 from rollout.admission import Admission, echoed_bytes, largest_record, record_bytes
+from rollout.observer import Observer
 from rollout.rollout import Rollout
 from rollout.sessions import Session
 from rollout.submitted import Batch, Member, SubmittedGroup
@@ -43,12 +44,14 @@ class Batches:
         untouched: Callable[[TrajectorySpec, End], Record],
         version: Callable[[], int],
         max_context: int,
+        observer: Observer,
     ) -> None:
         self.admission = admission
         self._launch = launch
         self._untouched = untouched
         self._version = version
         self._max_context = max_context
+        self._observer = observer
         self._orders = itertools.count()
         self._starts = itertools.count()
         self._waiting: dict[Member, None] = {}
@@ -66,7 +69,9 @@ class Batches:
 
     def accept(self, session: Session, submit: SubmitBatch) -> Accepted:
         """All of it or nothing. Raises Duplicate or Overloaded. `admit` starts what may start."""
-        batch = session.batches.get(submit.batch_id) or Batch(session, submit.batch_id, submit.id, time.monotonic())
+        batch = session.batches.get(submit.batch_id) or Batch(
+            session, submit.batch_id, submit.id, time.monotonic(), self._version()
+        )
         known, new = [], []
         for i, spec in enumerate(submit.groups):
             content = fingerprint(spec.model_copy(update={"trajectory_ids": (), "sample_indices": None}))
@@ -90,6 +95,8 @@ class Batches:
             session.repeat(member.key)
         for member in new:
             self._add(member)
+        if new:
+            self._observer.batch_accepted(batch.round, len(new))
         return Accepted(id=submit.id, batch_id=batch.id, trajectories=len(known) + len(new), known=len(known))
 
     def admit(self) -> None:
@@ -158,7 +165,7 @@ class Batches:
     def _group(self, batch: Batch, spec: Group, content: bytes) -> SubmittedGroup:
         seed = secrets.randbits(64) if spec.sampling.seed is None else spec.sampling.seed
         largest = largest_record(spec, self._max_context)
-        return SubmittedGroup(batch, spec, content, seed, echoed_bytes(spec), largest)
+        return SubmittedGroup(batch, spec, content, seed, echoed_bytes(spec), largest, time.monotonic())
 
     def _add(self, member: Member) -> None:
         group, batch, session = member.group, member.batch, member.session
@@ -261,6 +268,7 @@ class Batches:
         for count in (group.count, batch.count):
             count.open -= 1
             count.ended[record.status] += 1
+        self._observer.trajectory_ended(batch.round, record, self._version())
         if group.count.open == 0 and group.deadline is not None:
             group.deadline.cancel()
             group.deadline = None
@@ -274,6 +282,10 @@ class Batches:
                 session.post(group.done())
             if batch.count.open == 0:
                 session.post(batch.done())
+        if group.count.open == 0:
+            self._observer.group_done(batch.round, group.spec.id, time.monotonic() - group.accepted)
+        if batch.count.open == 0:
+            self._observer.batch_done(batch.round)
         self.admit()
         if not self._tasks and not self._waiting:
             self.idle.set()

@@ -28,6 +28,7 @@ from rollout.channel import Channel
 from rollout.environments.base import Rewards, TextCodec
 from rollout.environments.registry import Registry
 from rollout.handlers import Handlers, as_error_reply
+from rollout.observer import Observer, Silence
 from rollout.rollout import Rollout
 from rollout.score import Scorer
 from rollout.sessions import Session, Sessions
@@ -68,7 +69,7 @@ class Timeouts:
 
 
 class Service:
-    """handle: an engine not yet started. at_once, max_waiting: see Admission."""
+    """handle: an engine not yet started. at_once, max_waiting: see Admission. observer: is told what happens."""
 
     def __init__(
         self,
@@ -80,7 +81,9 @@ class Service:
         timeouts: Timeouts,
         at_once: int,
         max_waiting: int,
+        observer: Observer | None = None,
     ) -> None:
+        observer = observer or Silence()
         self.boot_id = secrets.token_hex(8)
         self.version = _version()
         self.model = served.model
@@ -98,6 +101,7 @@ class Service:
             version=served.weight_version,
             digest=served.weight_digest,
             on_commit=lambda: self.batches.admit(),
+            observer=observer,
         )
         self.batches = Batches(
             Admission(result_bytes=limits.result_bytes, at_once=at_once, max_waiting=max_waiting),
@@ -105,6 +109,7 @@ class Service:
             untouched=self._untouched,
             version=lambda: self.weights.version,
             max_context=served.model.max_context,
+            observer=observer,
         )
         self.scorer = Scorer(self.engine, served.model, self.limits)
         self.sessions = Sessions(self._send, limits=limits, client_timeout=timeouts.client, on_expired=self._expired)

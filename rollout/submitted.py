@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from protocols.errors import StaleVersion
 from protocols.fields import Group, Record, Status, TrajectoryReason, Truncation
 from protocols.replies import BatchDone, GroupDone, TrajectoryDone, TurnDone
+from rollout.observer import Round
 from rollout.outbox import Event, Key
 from rollout.rollout import Rollout
 from rollout.sessions import Session
@@ -30,18 +31,23 @@ class Count:
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """submit_id: id of the newest submit that named this batch; its events carry it."""
+    """submit_id: id of the newest submit that named this batch; its events carry it. step: the round it belongs to."""
 
     session: Session
     id: str
     submit_id: str
     accepted: float
+    step: int
     groups: dict[str, SubmittedGroup] = field(default_factory=dict)
     count: Count = field(default_factory=Count)
 
     @property
     def key(self) -> Key:
         return "batch", self.id
+
+    @property
+    def round(self) -> Round:
+        return Round(self.session.token, self.id, self.step, self.accepted)
 
     def done(self) -> Event:
         counts, wall_s = dict(self.count.ended), time.monotonic() - self.accepted
@@ -66,6 +72,7 @@ class SubmittedGroup:
     seed: int
     echoed: int
     largest: int
+    accepted: float
     count: Count = field(default_factory=Count)
     waiting: dict[Member, None] = field(default_factory=dict)
     deadline: asyncio.TimerHandle | None = None

@@ -14,6 +14,7 @@ from protocols.replies import WeightsCommitted, WeightsPrepared
 from protocols.requests import AbortWeightsRequest, CommitWeightsRequest, PrepareWeightsRequest
 from rollout.async_engine import AsyncEngine
 from rollout.checks import lacking
+from rollout.observer import Observer
 
 log = logging.getLogger(__name__)
 
@@ -37,9 +38,12 @@ class WeightUpdates:
     on_commit: called after each commit, once the new version serves.
     """
 
-    def __init__(self, engine: AsyncEngine, *, version: int, digest: str, on_commit: Callable[[], None]) -> None:
+    def __init__(
+        self, engine: AsyncEngine, *, version: int, digest: str, on_commit: Callable[[], None], observer: Observer
+    ) -> None:
         self._engine = engine
         self._on_commit = on_commit
+        self._observer = observer
         self._update: Update | None = None
         self._served: Update | None = None
         self.version = version
@@ -167,9 +171,11 @@ class WeightUpdates:
             )
         except BaseException:
             self.failures += 1
+            self._observer.weights_failed("prepare")
             if self._update is not None and self._update.request is request:
                 self._update = None
             raise
+        self._observer.weights_prepared(request.version, info.seconds, info.nbytes)
         log.info("weights %s prepared from %s in %.2f s: %s", request.version, request.path, info.seconds, info.digest)
         return info
 
@@ -184,6 +190,7 @@ class WeightUpdates:
         except BaseException:
             # The update stays prepared: the commit may be tried again, or the update aborted.
             self.failures += 1
+            self._observer.weights_failed("commit")
             update.committing = None
             raise
         done = WeightsCommitted(
@@ -197,6 +204,7 @@ class WeightUpdates:
         self.version, self.digest = done.version, done.digest
         self.commits += 1
         log.info("weights %s serve after a pause of %.3f s: %s", self.version, committed.paused, self.digest)
+        self._observer.weights_committed(done.version, done.paused_s)
         self._on_commit()
         return done
 

@@ -123,11 +123,11 @@ class Queue:
 
     def __init__(self, result_bytes: int = 100, at_once: int = 100, max_waiting: int = 100) -> None:
         self.admission = Admission(result_bytes=result_bytes, at_once=at_once, max_waiting=max_waiting)
-        self.batch = Batch(Session("s", "client"), "b", "submit", 0.0)
+        self.batch = Batch(Session("s", "client"), "b", "submit", 0.0, 0)
         self.order = 0
 
     def add(self, largest: int = 1, **fields: Any) -> Member:
-        group_ = SubmittedGroup(self.batch, group(**fields), b"", 0, 0, largest)
+        group_ = SubmittedGroup(self.batch, group(**fields), b"", 0, 0, largest, 0.0)
         member = Member(f"t{self.order}", group_, 0, self.order, 0.0)
         self.order += 1
         self.admission.queue(member)
