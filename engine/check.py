@@ -11,6 +11,8 @@ from engine.config import BLOCK_SIZE, MAX_TOP_LOGPROBS, EngineConfig
 from engine.errors import PromptTooLong, RequestError, RequestTooLarge
 from engine.request import LOGPROB_MODES, Request, SamplingParams, StopRule
 
+_SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+
 
 def check_request(request: Request, config: EngineConfig, vocab_size: int, num_blocks: int, has_bytes: bool) -> None:
     """Raises `RequestError`. num_blocks: blocks that can be handed out; has_bytes: stop strings can be matched.
@@ -49,6 +51,16 @@ def check_request(request: Request, config: EngineConfig, vocab_size: int, num_b
     _check_stop(request.stop, vocab_size, has_bytes)
 
 
+def in_float32(value: float) -> bool:
+    """The law computes in float32, where a larger number would be an infinity, and infinities make NaN."""
+    return abs(value) <= _LARGEST
+
+
+def can_divide(value: float) -> bool:
+    """What logits are divided by: neither 0 nor an infinity once it is a float32, nor so small that 1 / value is."""
+    return _SMALLEST <= value <= _LARGEST
+
+
 def _check_params(params: SamplingParams, vocab_size: int) -> None:
     # Written so that NaN fails each of them.
     for name, good, rule in (
@@ -56,10 +68,10 @@ def _check_params(params: SamplingParams, vocab_size: int) -> None:
         ("top_k", params.top_k >= 0, "at least 0"),
         ("top_p", 0 < params.top_p <= 1, "in (0, 1]"),
         ("min_p", 0 <= params.min_p <= 1, "in [0, 1]"),
-        ("repetition_penalty", 0 < params.repetition_penalty < math.inf, "finite and positive"),
-        ("presence_penalty", math.isfinite(params.presence_penalty), "finite"),
-        ("frequency_penalty", math.isfinite(params.frequency_penalty), "finite"),
-        ("logit_bias", all(map(math.isfinite, params.logit_bias.values())), "finite"),
+        ("repetition_penalty", can_divide(params.repetition_penalty), "positive, it and its reciprocal in float32"),
+        ("presence_penalty", in_float32(params.presence_penalty), "finite in float32"),
+        ("frequency_penalty", in_float32(params.frequency_penalty), "finite in float32"),
+        ("logit_bias", all(map(in_float32, params.logit_bias.values())), "finite in float32"),
         ("seed", 0 <= params.seed < 2**64, "in [0, 2**64)"),
         ("sample_index", 0 <= params.sample_index < 2**32, "in [0, 2**32)"),
         ("segment", 0 <= params.segment < 2**32, "in [0, 2**32)"),

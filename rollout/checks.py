@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import numpy.typing as npt
 
+from engine.check import can_divide, in_float32
 from protocols.errors import BadRequest, PromptTooLong
 from protocols.fields import Environment, Group, Limits, ModelInfo, Sampling
 from protocols.requests import Score, SubmitBatch
@@ -94,6 +95,13 @@ def _check_group(group: Group, model: ModelInfo, limits: Limits, resolve: Callab
 def _check_sampling(sampling: Sampling, model: ModelInfo) -> None:
     for field, ids in _ids_of(sampling):
         _check_ids(ids, f"sampling.{field}", model)
+    for field, good in (
+        ("repetition_penalty", can_divide),
+        ("presence_penalty", in_float32),
+        ("frequency_penalty", in_float32),
+    ):
+        if not good(getattr(sampling, field)):
+            raise BadRequest("is out of float32's range, in which the law is computed", field=f"sampling.{field}")
     if sampling.stop and model.tokenizer_hash is None:
         raise BadRequest("the checkpoint has no tokenizer.json: stop with stop_ids", field="sampling.stop")
     if sampling.allowed_ids is not None and len(sampling.allowed_ids) == 0:
