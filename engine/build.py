@@ -13,6 +13,7 @@ from engine.attention.torch_paged import TorchPagedAttention
 from engine.config import BLOCK_SIZE, EngineConfig
 from engine.engine import Engine
 from engine.errors import EngineError
+from engine.free_memory import host_bytes
 from engine.handle import EngineInfo
 from engine.kv_size import kv_blocks_in, kv_bytes_per_block
 from engine.memory import KVPool, Memory
@@ -70,8 +71,9 @@ def load_engine(
     """Load a checkpoint directory and build an engine over it.
 
     dtype: "float32" or "bfloat16", of weights and KV. num_blocks: blocks of the KV pool, block 0 (the dummy)
-    included, or kv_bytes: a budget for it; by default every slot can hold the longest context, as far as a GPU's
-    memory goes. decode_path: see `CudaRunner`; auto: graph. lazy: see `TorchRunner`. progress: told of the long steps.
+    included, or kv_bytes: a budget for it; by default every slot can hold the longest context, as far as the rest of
+    a GPU's memory goes, or half of what the host has left. decode_path: see `CudaRunner`; auto: graph. lazy: see
+    `TorchRunner`. progress: told of the long steps.
 
     Raises `WeightsError` for a checkpoint that is refused, `OutOfMemory` when the plan does not fit.
     """
@@ -91,6 +93,8 @@ def load_engine(
             f"max_context {config.max_context} is above the checkpoint's {model_config.max_positions} positions",
             field="max_context",
         )
+    if num_blocks is None and kv_bytes is not None:
+        num_blocks = kv_blocks_in(kv_bytes, model_config, kind.itemsize)
     memory = Memory(place)
     weights = Weights(model_config, kind, memory)
     size = weights.arena.nbytes
@@ -101,9 +105,9 @@ def load_engine(
     limits = Limits(config.max_running, config.max_step_tokens, config.max_blocks_per_request)
     if num_blocks is None:
         whole = config.max_running * config.max_blocks_per_request + 1
-        if kv_bytes is None and device == "cuda":
-            kv_bytes = min(kv_bytes_left(model_config, limits), whole * kv_bytes_per_block(model_config, kind.itemsize))
-        num_blocks = whole if kv_bytes is None else kv_blocks_in(kv_bytes, model_config, kind.itemsize)
+        left = kv_bytes_left(model_config, limits) if device == "cuda" else host_bytes() // 2
+        whole_bytes = whole * kv_bytes_per_block(model_config, kind.itemsize)
+        num_blocks = kv_blocks_in(min(left, whole_bytes), model_config, kind.itemsize)
     kv = KVPool(model_config, num_blocks, kind, memory)
     sampler = Sampler(model_config.vocab_size, config.max_running, place)
     runner: TorchRunner | CudaRunner

@@ -5,8 +5,6 @@ Where the engine has a process of its own, only that one imports torch.
 
 from __future__ import annotations
 
-import dataclasses
-import os
 import platform
 from collections import Counter
 
@@ -15,9 +13,9 @@ import zmq
 from engine.config import BLOCK_SIZE, EngineConfig
 from engine.errors import EngineError
 from engine.handle import EngineHandle, EngineInfo
-from engine.kv_size import kv_blocks_in
-from engine.model_config import ModelConfig, read_model_config
+from engine.model_config import read_model_config
 from engine.process import ProcessEngine
+from engine.progress import LoggedProgress
 from engine.recipe import EngineRecipe
 from engine.thread import ThreadEngine
 from protocols.fields import ModelInfo
@@ -29,7 +27,6 @@ from rollout.tokenizer import Tokenizer
 
 DEFAULT_CONTEXT = 4096
 """Longest trajectory, in tokens, where neither the options nor the checkpoint ask for less."""
-ITEMSIZE = {"float32": 4, "bfloat16": 2}
 
 
 def load(config: WorkerConfig) -> Loaded:
@@ -45,18 +42,15 @@ def load(config: WorkerConfig) -> Loaded:
             overlap=config.overlap,
             prefix_cache=config.prefix_cache,
         )
-        blocks = _blocks(config, engine_config, model_config)
-        if blocks is not None:
-            # What cannot fit into the whole cache, even alone, is to be refused at submit.
-            context = min(engine_config.max_context, (blocks - 1) * BLOCK_SIZE)
-            engine_config = dataclasses.replace(engine_config, max_context=context)
         recipe = EngineRecipe(
             {
                 "path": config.weights,
                 "config": engine_config,
                 "dtype": config.model_dtype,
                 "device": config.device,
-                "num_blocks": blocks,
+                "num_blocks": config.kv_tokens and -(-config.kv_tokens // BLOCK_SIZE) + 1,
+                "kv_bytes": config.kv_memory,
+                "progress": LoggedProgress(),
                 "token_bytes": tokenizer.token_bytes(model_config.vocab_size) if tokenizer else None,
                 "weight_version": config.weight_version,
             }
@@ -84,22 +78,6 @@ def _in_process(recipe: EngineRecipe) -> tuple[EngineHandle, EngineInfo]:
 def _in_thread(recipe: EngineRecipe) -> tuple[EngineHandle, EngineInfo]:
     built = recipe.build()
     return ThreadEngine(built.engine, built.weights), built.info
-
-
-def _blocks(config: WorkerConfig, engine: EngineConfig, model: ModelConfig) -> int | None:
-    """KV blocks, the dummy included: as asked for, or what all slots can need within half of free memory.
-
-    None: what a GPU has left is known once everything else is on it.
-    """
-    if config.kv_tokens is not None:
-        return -(-config.kv_tokens // BLOCK_SIZE) + 1
-    itemsize = ITEMSIZE[config.model_dtype]
-    if config.kv_memory is not None:
-        return kv_blocks_in(config.kv_memory, model, itemsize)
-    if config.device == "cuda":
-        return None
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(engine.max_running * engine.max_blocks_per_request + 1, kv_blocks_in(free // 2, model, itemsize))
 
 
 def _summary(config: WorkerConfig, info: EngineInfo, served: Served) -> tuple[str, ...]:
