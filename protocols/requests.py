@@ -35,6 +35,8 @@ class SubmitBatch(RequestMessage):
     min_complete: samples that make a group complete (capability `early_cut`).
     surplus: what happens to the rest then (capability `early_cut`).
     resume: trajectories whose kept partials go on (capability `resume`).
+    step: the trainer's own count of rounds, under which the worker's metrics of this batch appear; nil takes the
+        weight version that serves at accept.
     """
 
     type: Literal["submit"] = "submit"
@@ -44,6 +46,7 @@ class SubmitBatch(RequestMessage):
     min_complete: Positive | None = None
     surplus: Literal["keep", "return"] = "keep"
     resume: Annotated[Many[Name], limited("max_trajectories")] = ()
+    step: Size | None = None
 
     @model_validator(mode="after")
     def _ids_are_unique(self, info: ValidationInfo) -> Self:

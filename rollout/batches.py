@@ -69,8 +69,9 @@ class Batches:
 
     def accept(self, session: Session, submit: SubmitBatch) -> Accepted:
         """All of it or nothing. Raises Duplicate or Overloaded. `admit` starts what may start."""
+        step = self._version() if submit.step is None else submit.step
         batch = session.batches.get(submit.batch_id) or Batch(
-            session, submit.batch_id, submit.id, time.monotonic(), self._version()
+            session, submit.batch_id, submit.id, time.monotonic(), step
         )
         known, new = [], []
         for i, spec in enumerate(submit.groups):

@@ -81,6 +81,7 @@ class AsyncRolloutClient(GroupMaker):
         groups: Group | Sequence[Group],
         *,
         batch_id: str | None = None,
+        step: int | None = None,
         auto_ack: bool = True,
         timeout: float | None = None,
     ) -> AsyncBatch:
@@ -90,8 +91,10 @@ class AsyncRolloutClient(GroupMaker):
         has restarted. Raises the worker's refusal (nothing was started then), BadRequest for what exceeds the
         worker's limits, Duplicate for ids that are still open here, Timeout or ConnectionLost (the work is then
         cancelled; make new groups to try again).
+
+        step: of your trainer; the worker's metrics of this batch appear under it. Without it the weight version.
         """
-        message, mailbox = await arun(calls.submit(self._core, groups, batch_id, auto_ack, timeout))
+        message, mailbox = await arun(calls.submit(self._core, groups, batch_id, step, auto_ack, timeout))
         return AsyncBatch(self._core, message, mailbox, auto_ack, self)
 
     async def continue_(

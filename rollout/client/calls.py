@@ -64,13 +64,19 @@ class WeightUpdate:
 
 
 def submit(
-    core: Core, groups: Group | Sequence[Group], batch_id: str | None, auto_ack: bool, timeout: float | None
+    core: Core,
+    groups: Group | Sequence[Group],
+    batch_id: str | None,
+    step: int | None,
+    auto_ack: bool,
+    timeout: float | None,
 ) -> Steps[tuple[SubmitBatch, Mailbox[Item]]]:
     message = checked(
         SubmitBatch,
         id=core.new_id(),
         batch_id=batch_id if batch_id is not None else f"batch-{secrets.token_hex(6)}",
         groups=(groups,) if isinstance(groups, Group) else tuple(groups),
+        step=None if step is None else int(step),
     )
     wait = core.timeout if timeout is None else timeout
     welcome: Welcome = yield core.greeted(wait)

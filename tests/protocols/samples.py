@@ -140,6 +140,7 @@ def submit() -> SubmitBatch:
     return SubmitBatch(
         id="7",
         batch_id="b-1",
+        step=40,
         groups=(
             Group(
                 id="g-1",

@@ -21,6 +21,7 @@ import pytest
 from protocols.fields import Limits, ModelInfo
 from rollout.channel import Channel
 from rollout.environments.registry import Registry
+from rollout.observer import Observer
 from rollout.service import Served, Service, Timeouts
 from tests.rollout.timed_engine import VOCAB, TimedEngine
 
@@ -48,6 +49,7 @@ class WorkerThread:
         max_waiting: int = 65536,
         heartbeat_timeout: float = 60.0,
         what: Served | None = None,
+        observer: Observer | None = None,
     ) -> None:
         self.engine = engine
         self._channel = Channel(address, max_frame=limits.max_frame, heartbeat_timeout=heartbeat_timeout)
@@ -60,6 +62,7 @@ class WorkerThread:
             timeouts=timeouts,
             at_once=at_once,
             max_waiting=max_waiting,
+            observer=observer,
         )
         self._ready = threading.Event()
         self.alive: bool | None = None

@@ -50,6 +50,16 @@ def test_a_batch_yields_every_trajectory_once_and_stops(start: Start, connect: C
     worker.wait_for(lambda: worker.acknowledged() == {t.trajectory_id for t in seen})
 
 
+def test_a_batch_carries_the_trainers_step(start: Start, connect: Connect) -> None:
+    worker = start()
+    client = connect(worker)
+    client.submit(client.group([1]), step=np.int64(7)).results()
+    client.submit(client.group([1])).results()
+    assert [message.step for message in worker.of(SubmitBatch)] == [7, None]
+    with pytest.raises(BadRequest, match="step"):
+        client.submit(client.group([1]), step=-1)
+
+
 def test_results_are_in_request_order_whatever_ends_first(start: Start, connect: Connect) -> None:
     worker = start(hold=True)
     client = connect(worker)
