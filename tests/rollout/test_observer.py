@@ -32,6 +32,7 @@ class Notes:
         self.told.append(("batch", batch.batch_id))
 
     def weights_prepared(self, version: int, seconds: float, nbytes: int) -> None:
+        assert seconds >= 0
         self.told.append(("prepared", version, nbytes))
 
     def weights_committed(self, version: int, paused_s: float) -> None:
