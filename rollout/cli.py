@@ -123,7 +123,7 @@ def _metavar(kind: Any, unit: str) -> str:
     members = (
         typing.get_args(kind) if isinstance(kind, UnionType) or typing.get_origin(kind) is typing.Union else (kind,)
     )
-    return "N" if int in members else "PATH" if Path in members else "ADDRESS"
+    return "N" if int in members else "PATH" if Path in members else "ADDRESS" if kind is str else "TEXT"
 
 
 def _flag(name: str) -> str:

@@ -95,6 +95,28 @@ class WorkerConfig(BaseSettings):
         "name=module:Class of an environment, from PYTHONPATH or the working directory; may be repeated",
     )
 
+    metrics_file: Path | None = option(
+        None,
+        "metrics",
+        "numbers as JSON lines; without it rollout-metrics/START-PID.jsonl in the working directory",
+    )
+    metrics_interval: Seconds = option(
+        5.0, "metrics", "between two looks at engine, weights, memory and wire", unit="s"
+    )
+    metrics_port: int | None = option(
+        None, "metrics", "serve /metrics (Prometheus), /healthz and /readyz here; 0: any free port", ge=0, lt=2**16
+    )
+    metrics_host: str = option("127.0.0.1", "metrics", "interface of --metrics-port; 0.0.0.0 for other machines")
+    live_line: bool = option(True, "metrics", "one line of what goes on, where stderr is a terminal")
+    wandb_project: str | None = option(None, "metrics", "also draw the numbers in this W&B project (extra: wandb)")
+    wandb_mode: Literal["auto", "online", "offline", "disabled"] = option(
+        "auto", "metrics", "auto: WANDB_MODE, else online; offline where that fails"
+    )
+    wandb_entity: str | None = option(None, "metrics", "W&B team or user")
+    wandb_name: str | None = option(None, "metrics", "name of the W&B run")
+    wandb_group: str | None = option(None, "metrics", "W&B group, such as that of the trainer's run")
+    wandb_resume_id: str | None = option(None, "metrics", "id of the W&B run to go on with, or to begin")
+
     drain_timeout: Seconds = option(30.0, "shutdown", "running work may go on after SIGTERM", unit="s")
     ack_timeout: Seconds = option(
         1.0, "shutdown", "after that, what is left may take to be ended, delivered and acknowledged", unit="s"
