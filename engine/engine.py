@@ -45,6 +45,9 @@ class Totals:
     preemptions_total: int = 0
     bubbles_total: int = 0
     wasted_rows_total: int = 0
+    graph_steps_total: int = 0
+    split_steps_total: int = 0
+    padding_rows_total: int = 0
     nonfinite_total: int = 0
 
 
@@ -228,6 +231,9 @@ class Engine:
         scheduler.step_done(plan.step)
         results = live_results(flight.scheduled, output, scheduler.table)
         self._totals.wasted_rows_total += plan.num_rows - results.num_live
+        self._totals.graph_steps_total += output.graph
+        self._totals.split_steps_total += output.split
+        self._totals.padding_rows_total += output.padding_rows
         self._totals.sampled_tokens_total += len(results.slots)
         scheduler.table.record(results.slots, results.positions, results.token_ids, results.logprobs)
         scheduler.publish(results.computed_slots, results.computed)

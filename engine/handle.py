@@ -33,6 +33,11 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
+class Ping:
+    """Answered by a report, whether or not there is anything to say."""
+
+
+@dataclass(frozen=True, slots=True)
 class PrepareWeights:
     """Read and check a checkpoint in the background. Answered by `Prepared` or `WeightsFailed`."""
 
@@ -73,7 +78,7 @@ class Resume:
     pass
 
 
-Command = Submit | Abort | PrepareWeights | CommitWeights | DiscardWeights | Pause | Resume
+Command = Submit | Abort | Ping | PrepareWeights | CommitWeights | DiscardWeights | Pause | Resume
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +123,9 @@ class EngineStats:
     preemptions_total: int = 0
     bubbles_total: int = 0
     wasted_rows_total: int = 0
+    graph_steps_total: int = 0
+    split_steps_total: int = 0
+    padding_rows_total: int = 0
     nonfinite_total: int = 0
 
 

@@ -15,6 +15,7 @@ from engine.handle import (
     CommitWeights,
     DiscardWeights,
     Pause,
+    Ping,
     PrepareWeights,
     Report,
     Resume,
@@ -60,6 +61,7 @@ class EngineLoop:
         self._completions: list[Completion] = []
         self._reported_at = clock()
         self._reported = engine.stats()
+        self._asked = False
 
     def run(self) -> None:
         try:
@@ -104,6 +106,8 @@ class EngineLoop:
                 self._updates.commit(item)
             case DiscardWeights():
                 self._updates.discard(item)
+            case Ping():
+                self._asked = True
             case Pause():
                 self._engine.pause()
             case Resume():
@@ -116,12 +120,14 @@ class EngineLoop:
             self._completions.append(refusal(request, Failure(error.code, error.message, error.field)))
 
     def _report(self) -> None:
-        """Deliver what there is to say, and the gauges before going to sleep or once in a while."""
+        """Deliver what there is to say, and the gauges when asked, before going to sleep and once in a while."""
         weights, completions, now = self._updates.take_reports(), self._completions, self._clock()
-        if not completions and not weights and now - self._reported_at < REPORT_EVERY and self._engine.has_work:
+        asked, self._asked = self._asked, False
+        news = bool(asked or completions or weights)
+        if not news and now - self._reported_at < REPORT_EVERY and self._engine.has_work:
             return
         stats = self._engine.stats()
-        if completions or weights or stats != self._reported:
+        if news or stats != self._reported:
             self._completions, self._reported_at, self._reported = [], now, stats
             self._deliver(Report(tuple(completions), tuple(weights), stats))
 

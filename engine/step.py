@@ -92,6 +92,8 @@ class StepOutput:
     logprobs: float32[3, S] in the order of LOGPROB_MODES; a mode that the row did not ask for may be NaN.
     top_ids, top_logprobs: int32[S, k], float32[S, k], k the largest asked for in this step; None when 0.
     scores: one float32[3, q] per `ScoreChunk`; NaN where the target is -1.
+    graph: the step was a replay of a captured graph. split: attention cut long rows into parts. padding_rows: rows of
+        the graph's bucket that stood for no request.
     """
 
     token_ids: IntArray
@@ -100,6 +102,9 @@ class StepOutput:
     top_ids: IntArray | None = None
     top_logprobs: FloatArray | None = None
     scores: tuple[FloatArray, ...] = ()
+    graph: bool = False
+    split: bool = False
+    padding_rows: int = 0
 
 
 class Ticket(Protocol):

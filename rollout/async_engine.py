@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -19,6 +20,7 @@ from engine.handle import (
     EngineHandle,
     EngineStats,
     Pause,
+    Ping,
     Prepared,
     PrepareWeights,
     Report,
@@ -57,6 +59,7 @@ class AsyncEngine:
         self._prepares: dict[str, asyncio.Future[WeightsInfo]] = {}
         self._commits: dict[str, asyncio.Future[Committed]] = {}
         self._stats = EngineStats()
+        self._reported_at = time.monotonic()
         self._died: Failure | None = None
         self._death = asyncio.Event()
 
@@ -124,10 +127,19 @@ class AsyncEngine:
     def resume(self) -> None:
         self._post(Resume())
 
+    def ping(self) -> None:
+        """Ask for a report; `reported_at` tells when it has come."""
+        self._post(Ping())
+
     @property
     def stats(self) -> EngineStats:
         """Of the last report."""
         return self._stats
+
+    @property
+    def reported_at(self) -> float:
+        """`time.monotonic()` of the last report, or of the beginning."""
+        return self._reported_at
 
     @property
     def died(self) -> Failure | None:
@@ -168,6 +180,7 @@ class AsyncEngine:
 
     def _take(self, report: Report) -> None:
         self._stats = report.stats
+        self._reported_at = time.monotonic()
         for completion in report.completions:
             if (waiting := self._requests.pop(completion.request_id, None)) is None:
                 log.warning("a completion of the unknown request %s was dropped", completion.request_id)
