@@ -16,6 +16,7 @@ from engine.handle import (
     Committed,
     CommitWeights,
     Pause,
+    Ping,
     Prepared,
     PrepareWeights,
     Report,
@@ -160,6 +161,37 @@ def test_pause_and_resume(rig: Rig) -> None:
     rig.wait("refused")
     assert not rig.runner.plans
     rig.handle.send(Resume())
+    assert rig.wait("a")["a"].finish_reason == "length"
+
+
+def test_an_idle_engine_answers_a_ping_with_its_gauges(rig: Rig) -> None:
+    rig.submit(ask("a", 20, 3))
+    rig.wait("a")
+    before = len(rig.listener.reports)
+    for count in (1, 2):
+        rig.handle.send(Ping())
+        rig.listener.until(lambda: len(rig.listener.reports) == before + count)
+    assert rig.listener.reports[-1].stats == rig.listener.reports[-2].stats
+    assert not rig.listener.reports[-1].completions
+
+
+def test_an_engine_that_is_paused_answers_and_one_that_hangs_in_a_step_does_not(rig: Rig) -> None:
+    rig.handle.send(Pause())
+    rig.listener.until(lambda: rig.listener.reports and rig.listener.reports[-1].stats.paused)
+    before = len(rig.listener.reports)
+    rig.handle.send(Ping())
+    rig.listener.until(lambda: len(rig.listener.reports) > before)
+    rig.handle.send(Resume())
+    rig.runner.gate.clear()
+    rig.runner.entered.clear()
+    rig.submit(ask("a", 20, 3))
+    assert rig.runner.entered.wait(20)
+    before = len(rig.listener.reports)
+    rig.handle.send(Ping())
+    assert not threading.Event().wait(0.05)
+    assert len(rig.listener.reports) == before
+    rig.runner.gate.set()
+    rig.listener.until(lambda: len(rig.listener.reports) > before)
     assert rig.wait("a")["a"].finish_reason == "length"
 
 

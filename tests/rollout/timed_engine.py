@@ -23,6 +23,7 @@ from engine.handle import (
     DiscardWeights,
     EngineStats,
     Pause,
+    Ping,
     Prepared,
     PrepareWeights,
     Report,
@@ -113,8 +114,10 @@ class TimedEngine:
             return
         completions, self._ended = tuple(self._ended), []
         weights, self._weights = tuple(self._weights), []
-        stats = EngineStats(running=len(self.live), weight_version=self.version, paused=self._paused)
-        self._deliver(Report(completions=completions, weights=weights, stats=stats))
+        self._deliver(Report(completions=completions, weights=weights, stats=self._stats()))
+
+    def _stats(self) -> EngineStats:
+        return EngineStats(running=len(self.live), weight_version=self.version, paused=self._paused)
 
     def _later(self, seconds: float, what: Callable[[], None]) -> None:
         heapq.heappush(self._due, (time.monotonic() + seconds, next(self._numbers), what))
@@ -135,6 +138,8 @@ class TimedEngine:
                 self._later(command.drain_timeout if command.mode == "drain" else 0.0, lambda: None)
             case DiscardWeights(update_id):
                 self._prepared.pop(update_id, None)
+            case Ping():
+                self._deliver(Report(stats=self._stats()))
             case Pause():
                 self._paused = True
             case Resume():
