@@ -13,13 +13,13 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from threading import Thread
 
 from engine.errors import EngineError
 from engine.handle import Command, EngineInfo, Report
+from engine.log_line import LogLine
 from engine.loop import Close, EngineLoop, Inbox
 from engine.pipe import Pipe, taken
 from engine.recipe import EngineRecipe
@@ -27,15 +27,6 @@ from engine.recipe import EngineRecipe
 log = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
-
-
-@dataclass(frozen=True, slots=True)
-class LogLine:
-    """A log record of this process, to be logged by the parent."""
-
-    name: str
-    level: int
-    text: str
 
 
 Message = EngineInfo | EngineError | Report | LogLine | Close
@@ -58,7 +49,8 @@ def main(fd: int, parent: int) -> None:
     recipe, level = next(messages), next(messages)
     inbox: Inbox = SimpleQueue()
     outbox: Outbox = SimpleQueue()
-    logging.basicConfig(handlers=[_Forward(outbox)], level=level, format="%(message)s")
+    logging.basicConfig(handlers=[_Forward(outbox)], level=level)
+    logging.captureWarnings(True)
     Thread(target=_read, args=(messages, inbox), name="commands", daemon=True).start()
     sender = Thread(target=_send, args=(outbox, pipe), name="reports", daemon=True)
     sender.start()
@@ -127,7 +119,7 @@ class _Forward(logging.Handler):
         self._outbox = outbox
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._outbox.put(LogLine(record.name, record.levelno, self.format(record)))
+        self._outbox.put(LogLine.of(record))
 
 
 def _die_with(parent: int) -> None:

@@ -15,9 +15,10 @@ from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Final
 
-from engine.child import LogLine, Message
+from engine.child import Message
 from engine.errors import EngineError
 from engine.handle import Command, EngineInfo, EngineStats, Report
+from engine.log_line import LogLine
 from engine.loop import Close
 from engine.pipe import Pipe, taken
 from engine.promises import Promises
@@ -136,8 +137,8 @@ class ProcessEngine:
 
     def _take(self, message: Message, ready: Future[EngineInfo]) -> None:
         match message:
-            case LogLine(name, level, text):
-                logging.getLogger(name).log(level, text)
+            case LogLine():
+                message.log()
             case EngineInfo():
                 ready.set_result(message)
             case EngineError():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from engine.child import LogLine, condensed
+from engine.child import condensed
 from engine.handle import EngineStats, Report, WeightsFailed
+from engine.log_line import LogLine
 from engine.request import Failure, refusal
 from tests.engine.host import ask
 
@@ -11,7 +12,7 @@ DEAD = Failure("engine_dead", "it is gone")
 
 
 def test_reports_that_waited_together_become_one() -> None:
-    line, ends = LogLine("a", 20, "text"), [refusal(ask(name), DEAD) for name in "abc"]
+    line, ends = LogLine("a", 20, "text", 0.0), [refusal(ask(name), DEAD) for name in "abc"]
     failed = WeightsFailed("u", DEAD)
     first = Report((ends[0], ends[1]), (), EngineStats(steps_total=1))
     second = Report((), (failed,), EngineStats(steps_total=2))
