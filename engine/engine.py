@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from engine.check import check_request
@@ -25,6 +25,9 @@ from engine.scheduler import OutOfBlocks, Scheduled, Scheduler
 from engine.sequence import Sequence as Live
 from engine.step import EMPTY_SUPPORT, Runner, Ticket
 from engine.stop import StopChecks, StringMatcher
+
+GOES_ON: frozenset[FinishReason] = frozenset(("stop", "length", "turn_deadline"))
+"""Ends of a turn after which the trajectory may have another one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +116,11 @@ class Engine:
         if sequence is not None:
             self._end(sequence, reason)
 
+    def release_kv(self, keys: Iterable[str]) -> None:
+        """Trajectories that have ended: their KV is held no longer (`Request.kv_hold`). Unknown keys are ignored."""
+        for key in keys:
+            self._scheduler.holds.end(key)
+
     def abort_started(self, reason: FinishReason) -> None:
         """End every request that has held a slot, with all tokens of the steps already launched."""
         self.drain()
@@ -172,12 +180,15 @@ class Engine:
         return end - start
 
     def stats(self) -> EngineStats:
-        pool, table = self._scheduler.pool, self._scheduler.table
+        pool, table, holds = self._scheduler.pool, self._scheduler.table, self._scheduler.holds
         return EngineStats(
             running=table.num_running,
             waiting=self._scheduler.num_waiting,
             blocks_total=pool.num_usable,
             blocks_used=pool.num_used,
+            blocks_held=holds.num_blocks,
+            kv_holds=len(holds),
+            kv_holds_dropped_total=holds.dropped_total,
             weight_version=self.weight_version,
             paused=self.paused,
             **asdict(self._totals),
@@ -197,7 +208,9 @@ class Engine:
             self._start(sequence)
         self._flights.append(Flight(scheduled, self._runner.launch(scheduled.plan)))
         self._totals.steps_total += 1
-        self._totals.computed_prompt_tokens_total += sum(chunk.num_prompt for chunk in scheduled.chunks)
+        for chunk in scheduled.chunks:
+            chunk.sequence.computed_tokens += chunk.num_prompt
+            self._totals.computed_prompt_tokens_total += chunk.num_prompt
         return True
 
     def _plan_with_preemption(self) -> Scheduled | None:
@@ -205,7 +218,8 @@ class Engine:
             try:
                 return self._scheduler.plan(self._totals.steps_total)
             except OutOfBlocks:
-                self._preempt(self._scheduler.newest_running())
+                if not self._scheduler.drop_hold():
+                    self._preempt(self._scheduler.newest_running())
 
     def _preempt(self, sequence: Live) -> None:
         assert sequence.slot is not None
@@ -272,7 +286,7 @@ class Engine:
             self._stops.end(sequence.slot)
         elif not sequence.started:
             sequence.version = self.weight_version
-        self._scheduler.remove(sequence, trusted=error is None)
+        self._scheduler.remove(sequence, trusted=error is None, goes_on=reason in GOES_ON)
         del self._live[sequence.request.id]
         self._ended.append(sequence.completion(reason, sequence.times.end(), stop=stop, error=error))
 

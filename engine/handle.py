@@ -33,6 +33,13 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
+class ReleaseKv:
+    """No further turn of these trajectories comes: `Request.kv_hold` of their requests; unknown ones are ignored."""
+
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Ping:
     """Answered by a report, whether or not there is anything to say."""
 
@@ -78,7 +85,7 @@ class Resume:
     pass
 
 
-Command = Submit | Abort | Ping | PrepareWeights | CommitWeights | DiscardWeights | Pause | Resume
+Command = Submit | Abort | Ping | ReleaseKv | PrepareWeights | CommitWeights | DiscardWeights | Pause | Resume
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +114,18 @@ WeightsReport = Prepared | Committed | WeightsFailed
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Gauges of now and counters since start (the latter say so)."""
+    """Gauges of now and counters since start (the latter say so).
+
+    kv_holds: trajectories between turns whose KV is held, in `blocks_held` blocks that nobody else uses (those are
+    among `blocks_used`).
+    """
 
     running: int = 0
     waiting: int = 0
     blocks_total: int = 0
     blocks_used: int = 0
+    blocks_held: int = 0
+    kv_holds: int = 0
     weight_version: int = 0
     paused: bool = False
     steps_total: int = 0
@@ -121,6 +134,7 @@ class EngineStats:
     computed_prompt_tokens_total: int = 0
     cached_prompt_tokens_total: int = 0
     preemptions_total: int = 0
+    kv_holds_dropped_total: int = 0
     bubbles_total: int = 0
     wasted_rows_total: int = 0
     graph_steps_total: int = 0

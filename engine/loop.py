@@ -17,6 +17,7 @@ from engine.handle import (
     Pause,
     Ping,
     PrepareWeights,
+    ReleaseKv,
     Report,
     Resume,
     Submit,
@@ -98,6 +99,8 @@ class EngineLoop:
             case Abort(request_ids, reason):
                 for request_id in request_ids:
                     self._engine.abort(request_id, reason)
+            case ReleaseKv(keys):
+                self._engine.release_kv(keys)
             case PrepareWeights():
                 self._updates.prepare(item)
             case PrepareEnded():

@@ -76,6 +76,9 @@ class Request:
     logprob_modes: which logprobs come back, the primary one first (it also scores the alternatives).
     top_logprobs: how many most likely alternatives come back for each sampled token.
     prompt_logprobs: score `token_ids` too; such a request reads no prefix hit.
+    kv_hold: the trajectory, when a further turn of it may come: its KV is then held from the end of this turn until
+        that request starts, `Engine.release_kv` is called with this key, or others need the blocks more.
+    expected_wait: seconds until that turn, as far as known; those that take longest lose their KV first.
     """
 
     id: str
@@ -89,6 +92,8 @@ class Request:
     logprob_modes: tuple[LogprobMode, ...] = ("processed",)
     top_logprobs: int = 0
     prompt_logprobs: bool = False
+    kv_hold: str = ""
+    expected_wait: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +115,8 @@ class Completion:
     top_ids, top_logprobs: int32[n, k], float32[n, k] when asked for, best first.
     prompt_logprobs: mode -> float32[L] when asked for; entry 0 is NaN (nothing precedes it).
     weight_versions: (version, count) runs over `token_ids`. kv_version: oldest version whose KV was read.
-    cached_tokens: prompt tokens that came from the prefix cache at first admission.
+    cached_tokens: prompt tokens that came from the prefix cache at first admission. computed_tokens: prompt tokens
+        computed; what a preemption took away and made it compute again counts again.
     stop: the id or string that ended it, when finish_reason is "stop".
     error: set exactly when finish_reason is "error".
     """
@@ -122,6 +128,7 @@ class Completion:
     weight_versions: tuple[tuple[int, int], ...] = ()
     kv_version: int = 0
     cached_tokens: int = 0
+    computed_tokens: int = 0
     preemptions: int = 0
     times: Times = Times()
     stop: int | bytes | None = None

@@ -2,7 +2,8 @@
 
 Waiting requests are ordered by the start of their trajectory, then by arrival. A request is admitted when a slot and
 blocks for all its known ids are free, with one block to spare for every running row. A running row that finds no
-block ends in a preemption: the newest running trajectory gives everything back and waits again, by its order.
+block takes those held for a trajectory between turns (kv_holds.py); where there are none, the newest running
+trajectory is preempted: it gives everything back and waits again, by its order.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 
 from engine.block_pool import BlockPool
 from engine.config import BLOCK_SIZE, EngineConfig
+from engine.kv_holds import KvHolds
 from engine.request import Int64Array, IntArray
 from engine.sequence import Sequence
 from engine.slots import SlotTable
@@ -61,6 +63,7 @@ class Scheduler:
     def __init__(self, config: EngineConfig, num_blocks: int) -> None:
         """num_blocks counts the dummy block 0."""
         self.pool = BlockPool(num_blocks)
+        self.holds = KvHolds(self.pool)
         self.table = SlotTable(config)
         self.epoch = 0
         self.admit_new = True
@@ -85,19 +88,32 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         insort(self._waiting, sequence, key=_key)
+        self.holds.returned(sequence.request.kv_hold, True)
 
-    def remove(self, sequence: Sequence, *, trusted: bool = True) -> None:
-        """Forget a sequence wherever it is. trusted: its KV may be hit by others."""
+    def remove(self, sequence: Sequence, *, trusted: bool = True, goes_on: bool = False) -> None:
+        """Forget a sequence wherever it is. trusted: its KV may be hit by others. goes_on: by its next turn, too."""
         if sequence.slot is not None:
+            if goes_on and trusted and sequence.request.kv_hold:
+                self._hold_kv(sequence)
             self._vacate(sequence, trusted)
-        elif not self._remove_from(self._waiting, sequence):
+            return
+        if not self._remove_from(self._waiting, sequence):
             self._remove_from(self._held[sequence.request.group], sequence)
+        self.holds.returned(sequence.request.kv_hold, False)
 
     def begin_epoch(self) -> None:
         """New weights serve: nothing published before is hit again, and nothing computed before is published."""
         self.epoch += 1
+        self.holds.clear()
         for leader in list(self._leaders.values()):
             self._stop_leading(leader)
+
+    def drop_hold(self) -> bool:
+        """Give up the KV of the trajectory between turns that is the least loss. False: none is held."""
+        victims = self.holds.victims()
+        if victims:
+            self.holds.drop(victims[0])
+        return bool(victims)
 
     def newest_running(self) -> Sequence:
         return max(self.table.running(), key=_key)
@@ -167,11 +183,11 @@ class Scheduler:
                 insort(self._held.setdefault(sequence.request.group, []), self._waiting.pop(at), key=_key)
                 continue
             fresh = -(-len(sequence.ids) // BLOCK_SIZE) - len(hits)
-            spare = self.table.num_running
-            if fresh + self.pool.num_unheld(hits) + spare > self.pool.num_free:
+            if not self._make_room(sequence, hits, fresh):
                 return None
             del self._waiting[at]
             self.pool.acquire(hits)
+            self.holds.end(sequence.request.kv_hold)
             self.table.enter(sequence, hits + self.pool.allocate(fresh), len(hits))
             sequence.epoch = self.epoch
             if sequence.cached_tokens is None:
@@ -181,6 +197,36 @@ class Scheduler:
                 self._leaders.setdefault(sequence.request.group, sequence)
             return sequence
         return None
+
+    def _make_room(self, sequence: Sequence, hits: list[int], fresh: int) -> bool:
+        """Can it have `fresh` blocks besides `hits`? Holds that it may take are dropped as far as that helps."""
+        pool, running = self.pool, self.table.num_running
+        lacking = fresh + running + pool.num_unheld(hits) - pool.num_free
+        if lacking <= 0 or not len(self.holds):
+            return lacking <= 0
+        # What ended while a step was in flight is free after it: nobody has to lose anything for so short a wait.
+        if lacking <= sum(len(blocks) for _, blocks in self._deferred):
+            return False
+        victims = self.holds.victims_of(sequence, idle=running == 0)
+        if sum(hold.own for hold in victims) < lacking:
+            victims = victims if running == 0 else []
+        for hold in victims:
+            self.holds.drop(hold)
+            if fresh + running + pool.num_unheld(hits) <= pool.num_free:
+                return True
+        return False
+
+    def _hold_kv(self, sequence: Sequence) -> None:
+        """Hold what its next turn can hit: the whole blocks that are computed and read back."""
+        slot = sequence.slot
+        count = int(self.table.hashed[slot])
+        if sequence.epoch != self.epoch or not self._config.prefix_cache or not count:
+            return
+        keys = sequence.prefix_keys(count, self.epoch)
+        # A block that was a duplicate when it was published may be the only one left by now.
+        for block, key in zip(self.table.blocks[slot, :count].tolist(), keys, strict=True):
+            self.pool.publish(block, key)
+        self.holds.begin(sequence, self.pool.find(keys))
 
     def _hits(self, sequence: Sequence) -> list[int]:
         """Blocks of its longest cached prefix; the last id is always computed anew."""

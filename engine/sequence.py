@@ -50,6 +50,7 @@ class Sequence:
         self.kv_version: int | None = None
         self.version_runs: list[tuple[int, int]] = []
         self.cached_tokens: int | None = None
+        self.computed_tokens = 0
         self.preemptions = 0
         self._keys: list[bytes] = []
         self._key_epoch = -1
@@ -141,6 +142,7 @@ class Sequence:
             weight_versions=tuple(self.version_runs),
             kv_version=self.version if self.kv_version is None else self.kv_version,
             cached_tokens=self.cached_tokens or 0,
+            computed_tokens=self.computed_tokens,
             preemptions=self.preemptions,
             times=times,
             stop=stop,
