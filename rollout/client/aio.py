@@ -7,7 +7,7 @@ import os
 import weakref
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from protocols.fields import Group, Sampling
 from protocols.replies import Pong, Scored, TurnDone, WeightsCommitted, WeightsPrepared, Welcome, WorkerStatus
@@ -17,7 +17,11 @@ from rollout.client.calls import Mode, WeightUpdate
 from rollout.client.core import Core
 from rollout.client.groups import GroupMaker, Ids
 from rollout.client.link import Curve
+from rollout.client.push import PushedWeights
 from rollout.client.waiting import arun
+
+if TYPE_CHECKING:
+    from rollout.client.push import Weights
 
 Path = str | os.PathLike[str]
 
@@ -49,7 +53,8 @@ class AsyncRolloutClient(GroupMaker):
             session=session,
             curve=Curve.of(curve_server_key, curve_public_key, curve_secret_key),
         )
-        self._finalizer = weakref.finalize(self, Core.close, self._core)
+        self._pushed = PushedWeights(address)
+        self._finalizer = weakref.finalize(self, _end, self._core, self._pushed)
 
     async def __aenter__(self) -> Self:
         return self
@@ -65,7 +70,7 @@ class AsyncRolloutClient(GroupMaker):
         client timeout allows. Whoever still waits gets ClientClosed. Repeating it does nothing."""
         import asyncio
 
-        await asyncio.to_thread(self._core.close, cancel=cancel)
+        await asyncio.to_thread(_end, self._core, self._pushed, cancel=cancel)
 
     @property
     def session(self) -> str | None:
@@ -179,6 +184,43 @@ class AsyncRolloutClient(GroupMaker):
             )
         )
 
+    async def push_weights(
+        self,
+        weights: Weights,
+        version: int,
+        *,
+        directory: Path | None = None,
+        mode: Mode = "drain",
+        drain_timeout: float = 60.0,
+        on_timeout: Literal["abort", "fail"] = "abort",
+        force: bool = False,
+        timeout: float = 600.0,
+    ) -> WeightUpdate:
+        """Make a live torch model serve as `version`: write its weights where the worker reads them, then
+        `update_weights`. Needs torch and safetensors here.
+
+        weights: a model, its state dict, or (name, tensor) pairs, under Hugging Face names; what DDP, torch.compile,
+        FSDP and activation checkpointing add to names is taken off, a head that is the embedding itself left out.
+        directory: that the worker can read too; required of a worker on another machine, else a temporary one.
+
+        Written is a folder of this client in `directory`, which appears when it is whole and goes when the next push
+        serves, when the update is refused, and when the client is closed. Raises, beside what `update_weights`
+        raises, WeightsInvalid for a tensor that cannot be handed over (a shard, another dtype, an adapter's) and
+        OSError; the old weights serve on.
+        """
+        await self.connect()
+        path = await self._pushed.awrite(weights, version, directory)
+        with self._pushed.keeping(path):
+            return await self.update_weights(
+                path,
+                version,
+                mode=mode,
+                drain_timeout=drain_timeout,
+                on_timeout=on_timeout,
+                force=force,
+                timeout=timeout,
+            )
+
     async def prepare_weights(
         self,
         path: Path,
@@ -260,3 +302,9 @@ class AsyncRolloutClient(GroupMaker):
     async def drain(self, drain_timeout: float, *, timeout: float | None = None) -> dict[str, int]:
         """Make the worker refuse new work; returns counts when nothing runs or `drain_timeout` seconds passed."""
         return await arun(calls.drain(self._core, drain_timeout, timeout))
+
+
+def _end(core: Core, pushed: PushedWeights, *, cancel: bool = True) -> None:
+    """Not a method: a finalizer that holds its client would keep it alive."""
+    core.close(cancel=cancel)
+    pushed.close()

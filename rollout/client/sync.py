@@ -6,7 +6,7 @@ import os
 import weakref
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from protocols.fields import Group, Sampling
 from protocols.replies import Pong, Scored, TurnDone, WeightsCommitted, WeightsPrepared, Welcome, WorkerStatus
@@ -16,7 +16,11 @@ from rollout.client.calls import Mode, WeightUpdate
 from rollout.client.core import Core
 from rollout.client.groups import GroupMaker, Ids
 from rollout.client.link import Curve
+from rollout.client.push import PushedWeights
 from rollout.client.waiting import run
+
+if TYPE_CHECKING:
+    from rollout.client.push import Weights
 
 Path = str | os.PathLike[str]
 
@@ -56,7 +60,8 @@ class RolloutClient(GroupMaker):
             session=session,
             curve=Curve.of(curve_server_key, curve_public_key, curve_secret_key),
         )
-        self._finalizer = weakref.finalize(self, Core.close, self._core)
+        self._pushed = PushedWeights(address)
+        self._finalizer = weakref.finalize(self, _end, self._core, self._pushed)
 
     def __enter__(self) -> Self:
         return self
@@ -70,7 +75,7 @@ class RolloutClient(GroupMaker):
         """End the connection. Open work is cancelled, with a warning in the log that says how much; with
         `cancel=False` it goes on in the worker, for a later client with this `session`, as long as the worker's
         client timeout allows. Whoever still waits gets ClientClosed. Repeating it does nothing."""
-        self._core.close(cancel=cancel)
+        _end(self._core, self._pushed, cancel=cancel)
 
     @property
     def session(self) -> str | None:
@@ -184,6 +189,43 @@ class RolloutClient(GroupMaker):
             )
         )
 
+    def push_weights(
+        self,
+        weights: Weights,
+        version: int,
+        *,
+        directory: Path | None = None,
+        mode: Mode = "drain",
+        drain_timeout: float = 60.0,
+        on_timeout: Literal["abort", "fail"] = "abort",
+        force: bool = False,
+        timeout: float = 600.0,
+    ) -> WeightUpdate:
+        """Make a live torch model serve as `version`: write its weights where the worker reads them, then
+        `update_weights`. Needs torch and safetensors here.
+
+        weights: a model, its state dict, or (name, tensor) pairs, under Hugging Face names; what DDP, torch.compile,
+        FSDP and activation checkpointing add to names is taken off, a head that is the embedding itself left out.
+        directory: that the worker can read too; required of a worker on another machine, else a temporary one.
+
+        Written is a folder of this client in `directory`, which appears when it is whole and goes when the next push
+        serves, when the update is refused, and when the client is closed. Raises, beside what `update_weights`
+        raises, WeightsInvalid for a tensor that cannot be handed over (a shard, another dtype, an adapter's) and
+        OSError; the old weights serve on.
+        """
+        self.connect()
+        path = self._pushed.write(weights, version, directory)
+        with self._pushed.keeping(path):
+            return self.update_weights(
+                path,
+                version,
+                mode=mode,
+                drain_timeout=drain_timeout,
+                on_timeout=on_timeout,
+                force=force,
+                timeout=timeout,
+            )
+
     def prepare_weights(
         self,
         path: Path,
@@ -265,3 +307,9 @@ class RolloutClient(GroupMaker):
     def drain(self, drain_timeout: float, *, timeout: float | None = None) -> dict[str, int]:
         """Make the worker refuse new work; returns counts when nothing runs or `drain_timeout` seconds passed."""
         return run(calls.drain(self._core, drain_timeout, timeout))
+
+
+def _end(core: Core, pushed: PushedWeights, *, cancel: bool = True) -> None:
+    """Not a method: a finalizer that holds its client would keep it alive."""
+    core.close(cancel=cancel)
+    pushed.close()
