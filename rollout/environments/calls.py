@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import ctypes
 import inspect
 import threading
 from collections.abc import Callable
@@ -25,6 +26,10 @@ class Raised:
 Outcome = Returned | Raised
 
 
+class Interrupted(BaseException):
+    """Raised in a thread whose call was given up."""
+
+
 class Call:
     """A call that has begun. `task` ends with what came of it; it never raises, and cancelling it is giving up.
 
@@ -42,6 +47,18 @@ class Call:
     def running(self) -> bool:
         """Is the environment's code still at it? A thread goes on after the call was given up."""
         return not self.task.done() or (self._thread is not None and self._thread.is_alive())
+
+    def interrupt(self) -> None:
+        """Ask the call to end: `task` then ends when it has.
+
+        Python code on a thread gets `Interrupted` at its next instruction; one that waits in a system call or in a
+        library written in C does not notice before that returns.
+        """
+        thread = self._thread
+        if thread is None or not thread.is_alive():
+            self.task.cancel()
+        elif thread.ident is not None:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(Interrupted))
 
     async def _outcome(self) -> Outcome:
         try:

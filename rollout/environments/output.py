@@ -1,0 +1,54 @@
+"""What a process for foreign code prints: read at a bounded rate, logged at debug level, the end of it kept."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from contextlib import suppress
+from typing import Final
+
+log = logging.getLogger(__name__)
+
+CHUNK: Final = 2**16
+PAUSE_S: Final = 0.05
+"""Between two chunks: who prints without end is held up, and costs the loop next to nothing."""
+TAIL: Final = 800
+"""Bytes kept."""
+
+
+class Output:
+    def __init__(self, end: int, name: str) -> None:
+        """end: the reading end of a pipe, closed here once all its writers are gone."""
+        self._loop = asyncio.get_running_loop()
+        self._end = end
+        self._name = name
+        self._kept = b""
+        self._closed = False
+        os.set_blocking(end, False)
+        self._loop.add_reader(end, self._read)
+
+    def tail(self) -> str:
+        """The last of what was printed until now, or nearly."""
+        if not self._closed:
+            with suppress(BlockingIOError):
+                self._keep(os.read(self._end, CHUNK))
+        return self._kept.decode(errors="replace").strip()
+
+    def _read(self) -> None:
+        try:
+            chunk = os.read(self._end, CHUNK)
+        except BlockingIOError:
+            return
+        self._loop.remove_reader(self._end)
+        if not chunk:
+            self._closed = True
+            os.close(self._end)
+            return
+        self._keep(chunk)
+        self._loop.call_later(PAUSE_S, self._loop.add_reader, self._end, self._read)
+
+    def _keep(self, chunk: bytes) -> None:
+        if chunk:
+            self._kept = (self._kept + chunk)[-TAIL:]
+            log.debug("%s: %s", self._name, chunk[-TAIL:].decode(errors="replace"))

@@ -1,0 +1,229 @@
+"""A process for foreign code, as the event loop sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+from rollout.environments.frames import MAX_RESULT, MAX_TEXT, NotPlain, frame, plain, read_frame
+from rollout.environments.host import READY, REPLY, Forget, Interrupt, Message, Run
+from rollout.environments.output import Output
+
+log = logging.getLogger(__name__)
+
+GRACE_S: Final = 0.5
+"""How long a call that was given up may take to end before its process is killed."""
+EXIT_S: Final = 1.0
+"""How long the exit code of a process may take after its end of the connection has closed."""
+BURIAL_S: Final = 0.01
+MAX_FRAME: Final = REPLY.size + max(MAX_RESULT, 4 * MAX_TEXT)
+
+
+class Reported(Exception):
+    """What a function raised in its process. The text names the error; a note holds the traceback there."""
+
+    speaks_for_itself = True
+
+
+class ProcessDied(Exception):
+    """The process ended, or was ended, before it answered; the message says how."""
+
+    speaks_for_itself = True
+
+
+class Process:
+    """A fresh interpreter that inherits nothing of ours but its end of two sockets; its stdin is at its end.
+
+    It ends with this process, however that ends, and everything that it started ends with it. Made on the event loop.
+    load: for its users to count. leaves_children: its last call left processes behind that still run.
+    died: ends with the reason when the process is gone.
+    """
+
+    def __init__(self, name: str, inherited: Sequence[int] = ()) -> None:
+        """inherited: further file descriptors. Raises OSError where no process can be started."""
+        loop = asyncio.get_running_loop()
+        self.name = name
+        self.load = 0
+        self.leaves_children = False
+        self.died: asyncio.Future[str] = loop.create_future()
+        self._ready: asyncio.Future[bytes] = loop.create_future()
+        self._calls = {READY: self._ready}
+        self._numbers = itertools.count(READY + 1)
+        self._lifeline, theirs = socket.socketpair()
+        self._connection, connection = socket.socketpair()
+        output, their_output = os.pipe()
+        try:
+            self._popen = _start(theirs.fileno(), connection.fileno(), their_output, inherited)
+        except OSError:
+            for ours in (self._lifeline, self._connection):
+                ours.close()
+            os.close(output)
+            raise
+        finally:
+            for end in (theirs, connection):
+                end.close()
+            os.close(their_output)
+        self._lifeline.setblocking(False)
+        self._output = Output(output, name)
+        self._work = [loop.create_task(work) for work in (self._talk(), self._watch())]
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    async def ready(self) -> None:
+        """Until it takes calls. Raises ProcessDied."""
+        await asyncio.wait((self._ready, self.died), return_when=asyncio.FIRST_COMPLETED)
+        self._must_live()
+
+    async def run(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any] = (),
+        *,
+        of: int | None = None,
+        keep: int | None = None,
+        grace: float = GRACE_S,
+    ) -> Any:
+        """Call `function` there (see `Run`), once it is ready. Returns plain values.
+
+        Cancelled, the call is interrupted, and where that does not end it within `grace` seconds (or grace is 0) the
+        process is killed.
+        Raises Reported, ProcessDied, and what pickle raises for what cannot be sent.
+        """
+        payload = pickle.dumps((function, tuple(args)), protocol=5)
+        self._must_live()
+        number = next(self._numbers)
+        answer = self._calls[number] = asyncio.get_running_loop().create_future()
+        self._send(Run(number, payload, of, keep))
+        try:
+            await asyncio.wait((answer,))
+        except asyncio.CancelledError:
+            if not answer.done():
+                await self._interrupt(number, answer, grace)
+            answer.exception()  # nobody else will look at it
+            raise
+        return plain_or_reported(answer.result())
+
+    def forget(self, kept: int) -> None:
+        if not self.died.done():
+            self._send(Forget(kept))
+
+    def kill(self, reason: str) -> None:
+        """And everything that it started. Whoever waits for it gets ProcessDied(reason) now."""
+        if not self.died.done():
+            with suppress(OSError):
+                self._lifeline.shutdown(socket.SHUT_WR)
+        self._end(reason)
+
+    async def gone(self) -> None:
+        """Until nothing is left of it."""
+        await asyncio.wait(self._work)
+
+    def _must_live(self) -> None:
+        if self.died.done():
+            raise ProcessDied(self.died.result())
+
+    def _send(self, message: Message) -> None:
+        self._writer.write(frame(pickle.dumps(message, protocol=5)))
+
+    async def _interrupt(self, number: int, answer: asyncio.Future[bytes], grace: float) -> None:
+        try:
+            if grace > 0:
+                self._send(Interrupt(number))
+                await asyncio.wait((answer,), timeout=grace)
+        finally:
+            if not answer.done():
+                self.kill("killed, since a call in it was given up and did not end")
+
+    async def _talk(self) -> None:
+        reader, self._writer = await asyncio.open_connection(sock=self._connection)
+        try:
+            while True:
+                self._take(await read_frame(reader, MAX_FRAME))
+        except (asyncio.IncompleteReadError, OSError):
+            await asyncio.wait((self.died,), timeout=EXIT_S)
+            self.kill("it closed its connection")
+        except Exception as error:
+            log.warning("%s sent something unreadable", self.name, exc_info=error)
+            self.kill("killed, since it sent something unreadable")
+        finally:
+            self._writer.close()
+
+    def _take(self, body: bytes) -> None:
+        number, returned, self.leaves_children = REPLY.unpack_from(body)
+        answer = self._calls.pop(number)
+        if answer.done():
+            return
+        if returned:
+            answer.set_result(body[REPLY.size :])
+        else:
+            summary, _, details = body[REPLY.size :].decode(errors="replace").partition("\n\n")
+            error = Reported(summary)
+            error.add_note(details)
+            answer.set_exception(error)
+
+    async def _watch(self) -> None:
+        """The lifeline says how the process ended, and closes when nothing is left of it."""
+        loop = asyncio.get_running_loop()
+        said = b""
+        try:
+            while chunk := await loop.sock_recv(self._lifeline, 64):
+                said += chunk
+                self._end(self._how(int(said)))
+        except (OSError, ValueError):
+            pass
+        self._end("gone")
+        self._lifeline.close()
+        # What closes its end of the lifeline by ending has not quite ended then.
+        while self._popen.poll() is None:  # noqa: ASYNC110
+            await asyncio.sleep(BURIAL_S)
+
+    def _how(self, code: int) -> str:
+        how = f"killed by signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"ended with exit code {code}"
+        said = self._output.tail()
+        return f"{how}; the end of its output: {said}" if said else how
+
+    def _end(self, how: str) -> None:
+        if self.died.done():
+            return
+        reason = f"{self.name} {self.pid}: {how}"
+        self.died.set_result(reason)
+        calls, self._calls = self._calls, {}
+        for number, answer in calls.items():
+            if number != READY and not answer.done():
+                answer.set_exception(ProcessDied(reason))
+
+
+def plain_or_reported(data: bytes) -> Any:
+    try:
+        return plain(data)
+    except NotPlain as error:
+        raise Reported(f"it returned a {error}, which is no plain value") from None
+    except Exception as error:
+        raise Reported(f"what it returned cannot be read: {error!r}") from None
+
+
+def _start(lifeline: int, connection: int, output: int, inherited: Sequence[int]) -> subprocess.Popen[bytes]:
+    """A child that finds the modules that we find."""
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    code = f"from rollout.environments.warden import main; main({lifeline}, {connection})"
+    return subprocess.Popen(
+        [sys.executable, "-P", "-X", "faulthandler", "-c", code],
+        pass_fds=(lifeline, connection, *inherited),
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        env={**os.environ, "PYTHONPATH": path},
+        start_new_session=True,  # a terminal signals its whole group
+    )

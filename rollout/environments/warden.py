@@ -1,0 +1,135 @@
+"""The outer of the two processes behind a `Process`: it starts the inner one, which runs foreign code, and cleans up.
+
+What foreign code starts may have a process group or session of its own, or have lost its parent. The outer process
+is therefore the one that orphans fall to: when the inner one ends, or whoever holds the other end of `lifeline` is
+gone, everything that descends from it is killed. Imports little, for it stays in memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import sys
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, NoReturn
+
+PR_SET_PDEATHSIG: Final = 1
+PR_SET_CHILD_SUBREAPER: Final = 36
+NICENESS: Final = 5
+"""Foreign code gives way to the engine and the event loop where the processors are not enough for all."""
+PAUSE_MS: Final = 10
+
+
+def main(lifeline: int, connection: int) -> NoReturn:
+    """lifeline: its end, or rather the end of whoever holds the other one, ends everything here.
+
+    connection: for the inner process (rollout/environments/host.py). Its exit code (negative: the signal that killed
+    it) is written into `lifeline`, as a line.
+    """
+    _adopt_orphans()
+    woken, wake = os.pipe()
+    for end in (woken, wake):
+        os.set_blocking(end, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    warden = os.getpid()
+    inner = os.fork()
+    if inner == 0:
+        _become_host(warden, lifeline, connection, (woken, wake))
+    os.close(connection)
+    watched = select.poll()
+    watched.register(lifeline, select.POLLIN)
+    watched.register(woken, select.POLLIN)
+    code: int | None = None
+    while code is None:
+        if any(end == lifeline for end, _ in watched.poll()):
+            break  # nothing is ever sent to us: this is its end
+        with suppress(BlockingIOError):
+            os.read(woken, 4096)
+        code = _reap(inner)
+    if code is not None:
+        with suppress(OSError):
+            os.write(lifeline, b"%d\n" % code)
+    _kill_all(inner)
+    os._exit(0)
+
+
+def _become_host(warden: int, lifeline: int, connection: int, ends: tuple[int, int]) -> NoReturn:
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for end in (lifeline, *ends):
+            os.close(end)
+        os.setpgid(0, 0)
+        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != warden:
+            os._exit(1)
+        os.nice(NICENESS)
+        _adopt_orphans()  # so that a call can be asked whether it left children
+        from rollout.environments.host import main
+
+        main(connection)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def _reap(inner: int) -> int | None:
+    """Bury whoever is dead. The exit code of `inner` if it is among them."""
+    code = None
+    with suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            if pid == inner:
+                code = os.waitstatus_to_exitcode(status)
+    return code
+
+
+def _kill_all(inner: int) -> None:
+    """Who dies leaves its children to us: in a few rounds nobody is left."""
+    with suppress(OSError):
+        os.killpg(inner, signal.SIGKILL)
+    while True:
+        for pid in children():
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        select.select([], [], [], PAUSE_MS / 1000)
+
+
+def children() -> list[int]:
+    """Processes that this one has started or adopted and that still run."""
+    found: list[int] = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):
+            found += [int(pid) for pid in (task / "children").read_text().split()]
+    return [pid for pid in found if not _is_dead(pid)]
+
+
+def _is_dead(pid: int) -> bool:
+    """Gone, or ended and not yet asked how."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return True
+    return stat.rpartition(")")[2].split()[0] in ("Z", "X")
+
+
+def _adopt_orphans() -> None:
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

@@ -1,0 +1,310 @@
+"""Processes for foreign code: whatever it does ends in time, alone, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollout.environments.frames import MAX_RESULT
+from rollout.environments.pool import Pool, ProcessDied, Reported
+from tests.rollout.build import run
+from tests.rollout.environments import foreign
+from tests.rollout.workers import ROOT, eventually
+
+GRACE_S = 2.0
+
+
+def with_pool(main: Callable[[Pool], Awaitable[None]], size: int = 2) -> None:
+    async def body() -> None:
+        pool = Pool(size, "tests")
+        try:
+            await main(pool)
+        finally:
+            pids = pool.pids
+            await pool.close()
+            assert not any(alive(pid) for pid in pids)
+
+    run(body())
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def children_of(folder: Path) -> list[int]:
+    return [int((folder / name).read_text()) for name in ("child", "grandchild")]
+
+
+def test_a_function_is_called_in_another_process_and_plain_values_cross() -> None:
+    async def main(pool: Pool) -> None:
+        assert await pool.call(foreign.add, (2, 3)) == 5
+        assert await pool.call(foreign.later, (0.0, "x")) == "x"
+        assert await pool.call(foreign.pid) not in (os.getpid(), *pool.pids)
+        got = await pool.call(foreign.array, (1000,))
+        assert got["ids"].dtype == np.int32
+        assert got["ids"].tolist() == list(range(1000))
+        assert (got["reward"], got["nested"]) == (0.5, [(1, "ä"), {2.5, None}, b"x"])
+        assert len(pool.pids) == 1, "one at a time needs one process"
+
+    with_pool(main)
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "message"),
+    [
+        (foreign.fail, (ValueError("boom"),), "^ValueError: boom$"),
+        (foreign.fail, (SystemExit(3),), "^SystemExit: 3$"),
+        (foreign.fail, (KeyboardInterrupt("boom"),), "^KeyboardInterrupt: boom$"),
+        (foreign.fail, (asyncio.CancelledError(),), "^CancelledError: $"),
+        (foreign.unprintable, (), r"^Unprintable \(it cannot be printed\)$"),
+        (foreign.own, (), "returned a tests.rollout.environments.foreign.Own, which is no plain value"),
+        (foreign.unpicklable, (), "^TypeError: cannot pickle '_thread.lock'"),
+        (foreign.large, (MAX_RESULT + 1,), "too large"),
+    ],
+)
+def test_an_error_comes_back_as_text_and_its_process_goes_on(function: Any, args: Any, message: str) -> None:
+    async def main(pool: Pool) -> None:
+        with pytest.raises(Reported) as caught:
+            await pool.call(function, args)
+        assert re.search(message, str(caught.value)), caught.value
+        before = pool.pids
+        assert await pool.call(foreign.add, (1, 1)) == 2
+        assert pool.pids == before
+
+    with_pool(main)
+
+
+def test_an_error_brings_its_traceback_and_is_bounded() -> None:
+    async def main(pool: Pool) -> None:
+        with pytest.raises(Reported) as caught:
+            await pool.call(foreign.fail, (ValueError("x" * 1_000_000),))
+        assert len(str(caught.value)) < 20_000
+        with pytest.raises(Reported) as caught:
+            await pool.call(foreign.fail, (ValueError("boom"),))
+        assert "foreign.py" in caught.value.__notes__[0]
+
+    with_pool(main)
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "message"),
+    [
+        (foreign.leave, (3,), "ended with exit code 3"),
+        (foreign.leave, (0,), "ended with exit code 0"),
+        (foreign.kill_self, (signal.SIGKILL,), r"killed by signal 9 \(Killed\)"),
+        (foreign.kill_self, (signal.SIGSEGV,), r"killed by signal 11 \(Segmentation fault\); the end of its output: "),
+        (foreign.kill_parent, (), "gone|killed by signal 9"),
+    ],
+)
+def test_a_death_is_noticed_at_once_and_the_next_call_has_a_new_process(function: Any, args: Any, message: str) -> None:
+    async def main(pool: Pool) -> None:
+        await pool.call(foreign.add, (1, 1))
+        began = time.monotonic()
+        with pytest.raises(ProcessDied, match=f"(?s){message}"):
+            await pool.call(function, args, 60.0)
+        assert time.monotonic() - began < 5.0
+        assert await pool.call(foreign.add, (1, 1)) == 2
+
+    with_pool(main)
+
+
+@pytest.mark.parametrize(
+    ("function", "args"),
+    [
+        (foreign.sleep, (600,)),
+        (foreign.burn, ()),
+        (foreign.stubborn, ()),
+        (foreign.print_for_ever, ()),
+        (foreign.later, (600.0, None)),
+    ],
+)
+def test_a_deadline_ends_whatever_runs(function: Any, args: Any) -> None:
+    async def main(pool: Pool) -> None:
+        await pool.call(foreign.add, (1, 1))
+        (pid,) = pool.pids
+        beside = asyncio.ensure_future(pool.call(foreign.later, (0.6, "beside")))
+        began = time.monotonic()
+        with pytest.raises(TimeoutError):
+            await pool.call(function, args, 0.3)
+        assert time.monotonic() - began < 0.3 + GRACE_S
+        assert await beside == "beside"
+        while alive(pid):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert await pool.call(foreign.add, (1, 1)) == 2
+
+    with_pool(main)
+
+
+@pytest.mark.parametrize(
+    "kind", ["a child and its child", "in a session of its own", "that ignores signals", "left behind", "orphaned"]
+)
+def test_no_process_that_a_call_started_survives_it(kind: str, tmp_path: Path) -> None:
+    async def main(pool: Pool) -> None:
+        if kind == "orphaned":
+            await pool.call(foreign.orphan, (str(tmp_path),), 30.0)
+        elif kind == "left behind":
+            await pool.call(start_and_return, (str(tmp_path),), 30.0)
+        else:
+            call = pool.call(start, (str(tmp_path), kind), 600.0)
+            task = asyncio.ensure_future(call)
+            while not (tmp_path / "grandchild").exists() or not (tmp_path / "grandchild").read_text():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            assert all(alive(pid) for pid in children_of(tmp_path))
+            task.cancel()
+            await asyncio.wait((task,))
+        began = time.monotonic()
+        while any(alive(pid) for pid in children_of(tmp_path)):
+            assert time.monotonic() - began < 10
+            await asyncio.sleep(0.01)
+
+    with_pool(main)
+
+
+def start(folder: str, kind: str) -> int:
+    return foreign.start_child(folder, session="session" in kind, ignore="ignores" in kind)
+
+
+def start_and_return(folder: str) -> int:
+    return foreign.start_child(folder, wait=False)
+
+
+def test_standard_input_is_at_its_end_and_output_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    async def main(pool: Pool) -> None:
+        assert await pool.call(foreign.read_stdin, (), 10.0) == ""
+        caplog.set_level("DEBUG", logger="rollout.environments.output")
+        with pytest.raises(TimeoutError):
+            await pool.call(foreign.print_for_ever, (), 0.5)
+        said = [record for record in caplog.records if record.name == "rollout.environments.output"]
+        assert 0 < len(said) < 100
+        assert all(len(record.getMessage()) < 2000 for record in said)
+
+    with_pool(main)
+
+
+def test_a_process_inherits_no_descriptor_of_ours(tmp_path: Path) -> None:
+    import zmq
+
+    async def main(pool: Pool) -> None:
+        context = zmq.Context()
+        server = context.socket(zmq.ROUTER)
+        port = server.bind_to_random_port("tcp://127.0.0.1")
+        with (tmp_path / "ours").open("w"):
+            theirs = await pool.call(foreign.open_descriptors)
+            ours = set(os.readlink(f"/proc/self/fd/{server.fd}").split())
+        assert not ours & set(theirs.values())
+        assert not any("ours" in target for target in theirs.values())
+        assert "zmq" not in await pool.call(foreign.modules)
+        assert sum(target.startswith("socket:") for target in theirs.values()) <= 3, theirs
+        assert port
+        server.close(0)
+        context.term()
+
+    with_pool(main)
+
+
+def test_calls_wait_for_a_free_process_and_their_deadline_with_them() -> None:
+    async def main(pool: Pool) -> None:
+        began = time.monotonic()
+        await asyncio.gather(*(pool.call(foreign.sleep, (0.2,), 10.0) for _ in range(4)))
+        assert time.monotonic() - began >= 0.4, "two processes, four calls"
+        assert len(pool.pids) == 2
+        slow = asyncio.ensure_future(pool.call(foreign.sleep, (1.0,)))
+        slow_too = asyncio.ensure_future(pool.call(foreign.sleep, (1.0,)))
+        await asyncio.sleep(0.1)
+        assert await pool.call(foreign.sleep, (0.0,), 0.5) == 0.0
+        await asyncio.gather(slow, slow_too)
+
+    with_pool(main)
+
+
+def test_objects_are_kept_in_a_process_that_several_share() -> None:
+    async def main(pool: Pool) -> None:
+        one, two, three = [await pool.lease() for _ in range(3)]
+        assert one is not two
+        assert three in (one, two)
+        for number, start in ((1, 10), (2, 20)):
+            assert await one.run(foreign.Counter, (start,), keep=number) is None
+        assert await one.run(foreign.Counter.add, (5,), of=1) == 15
+        assert await one.run(foreign.Counter.add, (5,), of=2) == 25
+        one.forget(1)
+        with pytest.raises(Reported, match="KeyError"):
+            await one.run(foreign.Counter.add, (5,), of=1)
+        for process in (one, two, three):
+            pool.release(process)
+        assert await pool.lease() in (one, two)
+
+    with_pool(main)
+
+
+def test_python_code_that_is_given_up_ends_without_its_process() -> None:
+    async def main(pool: Pool) -> None:
+        process = await pool.lease()
+        await process.run(foreign.Counter, (1,), keep=1)
+        for function, args in ((foreign.burn, ()), (foreign.later, (600.0, 1))):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(process.run(function, args), 0.2)
+        assert await process.run(foreign.Counter.add, (1,), of=1) == 2
+        waiting = asyncio.ensure_future(process.run(foreign.later, (600.0, 1)))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(process.run(foreign.sleep, (600,)), 0.2)
+        with pytest.raises(ProcessDied, match="a call in it was given up and did not end"):
+            await waiting
+        with pytest.raises(ProcessDied):
+            await process.run(foreign.Counter.add, (1,), of=1)
+
+    with_pool(main)
+
+
+def test_a_shared_value_is_read_where_it_is_needed() -> None:
+    async def main(pool: Pool) -> None:
+        first = await pool.lease()
+        value = {"text": "x" * 1000}
+        shared = pool.share(value)
+        assert pool.share(value) is shared
+        other = pool.share([1, 2])
+        assert await first.run(foreign.read_shared, (shared,)) == value
+        assert await first.run(foreign.read_shared, (other,)) == [1, 2]
+        pool.release(first)
+
+    with_pool(main)
+
+
+def test_what_cannot_be_sent_is_an_error_of_the_caller() -> None:
+    async def main(pool: Pool) -> None:
+        with pytest.raises(AttributeError, match="local object"):
+            await pool.call(lambda: 1)
+        assert await pool.call(foreign.add, (1, 1)) == 2
+
+    with_pool(main)
+
+
+def test_everything_ends_with_a_worker_that_is_killed(tmp_path: Path) -> None:
+    code = (
+        "import asyncio, sys\n"
+        "from rollout.environments.pool import Pool\n"
+        "from tests.rollout.environments import foreign\n"
+        "asyncio.run(Pool(1).call(foreign.start_child, (sys.argv[1],)))"
+    )
+    worker = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT)
+    try:
+        eventually(lambda: (tmp_path / "grandchild").exists() and bool((tmp_path / "grandchild").read_text()), 30)
+        pids = children_of(tmp_path)
+        assert all(alive(pid) for pid in pids)
+    finally:
+        worker.kill()
+        worker.wait()
+    eventually(lambda: not any(alive(pid) for pid in pids))
