@@ -101,8 +101,12 @@ class OpaqueSpec:
     """Pydantic annotation: a map that the wire does not interpret. Plain data, no arrays, bounded when received.
 
     Allowed are None, bool, int (-2**63 to 2**64 - 1), float, str, bytes, lists and maps with string keys; tuples
-    become lists and numpy scalars plain numbers, so that what is echoed equals what was sent.
+    become lists and numpy scalars plain numbers, so that what is echoed equals what was sent. limit: the field of
+    `Limits` that says how large a received one may be.
     """
+
+    def __init__(self, limit: str = "max_metadata") -> None:
+        self._limit = limit
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.with_info_plain_validator_function(
@@ -114,10 +118,11 @@ class OpaqueSpec:
         received = info.context if isinstance(info.context, Received) else None
         if not isinstance(value, dict):
             refuse(value.why if isinstance(value, Bad) else "must be a map")
-        copy = _Plain(received.limits if received else None).copy(value, "", 1)
+        plain = _Plain(received.limits if received else None, self._limit)
+        copy = plain.copy(value, "", 1)
         assert isinstance(copy, dict)
-        if received and len(msgpack.packb(copy, buf_size=4096)) > received.limits.max_metadata:
-            refuse(f"is larger than max_metadata, {received.limits.max_metadata} bytes")
+        if received and len(msgpack.packb(copy, buf_size=4096)) > plain.largest:
+            refuse(f"is larger than {self._limit}, {plain.largest} bytes")
         return copy
 
 
@@ -126,8 +131,10 @@ class _Plain:
 
     DEEPEST = 256
 
-    def __init__(self, limits: Limits | None) -> None:
+    def __init__(self, limits: Limits | None, limit: str) -> None:
         self.deepest = limits.max_nesting if limits else self.DEEPEST
+        self.limit = limit
+        self.largest: int = getattr(limits, limit) if limits else 0
         self.limits = limits
         self.size = 0
 
@@ -139,8 +146,8 @@ class _Plain:
             self.size += _utf8_size(value, at)
         elif isinstance(value, bytes):
             self.size += len(value)
-        if self.limits and self.size > self.limits.max_metadata:
-            refuse(f"is larger than max_metadata, {self.limits.max_metadata} bytes")
+        if self.limits and self.size > self.largest:
+            refuse(f"is larger than {self.limit}, {self.largest} bytes")
         if value is None or isinstance(value, bool | float | str | bytes):
             return value
         if isinstance(value, int):
@@ -176,6 +183,8 @@ def _kind(value: Any) -> str:
 
 
 Opaque = Annotated[dict[str, Any], OpaqueSpec()]
+ChatMap = Annotated[dict[str, Any], OpaqueSpec("max_chat")]
+"""A chat message or the JSON schema of a tool: opaque here, and read where it is rendered."""
 
 
 class _FailFast:

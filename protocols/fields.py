@@ -33,7 +33,7 @@ from protocols.scalars import (
     UInt8,
     Version,
 )
-from protocols.work import Budget, Environment, Group, Sampling, ScriptedTurn
+from protocols.work import Budget, Environment, Group, Sampling, ScriptedTurn, Template
 
 __all__ = [
     "PROTOCOL",
@@ -69,6 +69,7 @@ __all__ = [
     "Segment",
     "Size",
     "Status",
+    "Template",
     "Times",
     "TokenId",
     "TrajectoryReason",

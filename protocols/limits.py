@@ -16,11 +16,12 @@ class Limits(Value):
     max_frame: one ZeroMQ frame.
     max_message: all frames of a message.
     max_header: its first frame.
-    max_nesting: depth of a `metadata` or `config`, itself counted.
+    max_nesting: depth of a `metadata`, `config`, chat message or tool schema, itself counted.
     max_blobs: frames after the header.
     max_groups: of one submit.
     max_trajectories: of one submit, and ids in any other list.
     max_metadata: one `metadata` or `config`, as msgpack.
+    max_chat: one chat message or tool schema, as msgpack.
     max_context: tokens of a trajectory; 0 where nothing is known.
     chunk_bytes: a larger message is sent in chunks of this size.
     window_bytes: events sent and not yet acknowledged as received, per connection.
@@ -35,6 +36,7 @@ class Limits(Value):
     max_groups: Size = 4096
     max_trajectories: Size = 65536
     max_metadata: Size = 64 * 2**10
+    max_chat: Size = 4 * 2**20
     max_context: Size = 0
     chunk_bytes: Annotated[Size, Field(ge=64)] = 2**20
     window_bytes: Size = 4 * 2**20

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Annotated, Literal, Self
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import Field, StringConstraints, model_validator
 
-from protocols.base import Many, Opaque, Value, limited, refuse
+from protocols.base import ChatMap, Many, Opaque, Value, limited, refuse
 from protocols.scalars import (
     SOURCE_PREFIX,
     Count,
@@ -136,11 +137,34 @@ class Environment(Value):
         return self
 
 
+def _no_ids() -> npt.NDArray[np.int32]:
+    return np.zeros(0, np.int32)
+
+
+class Template(Value):
+    """How messages become ids: the checkpoint's chat template, and what is done where it would rewrite history.
+
+    options: variables of the template, such as enable_thinking.
+    on_user_turn: what happens to the reasoning of earlier turns when a user speaks again. `keep` appends; `drop` lets
+        the template render the conversation anew, and what then differs begins a new segment.
+    on_unstable: what happens where the template's text after a turn depends on that turn: `refuse` the submit, or
+        `branch`: render the conversation anew at every such turn, in a new segment.
+    """
+
+    options: Opaque = Field(default_factory=dict)
+    on_user_turn: Literal["keep", "drop"] = "keep"
+    on_unstable: Literal["refuse", "branch"] = "refuse"
+
+
 class Group(Value):
     """n samples of one prompt; n is the number of trajectory ids.
 
     id: unique within its batch.
-    prompt: ids below the model's vocab_size.
+    prompt: ids below the model's vocab_size; empty where there are messages.
+    messages: instead of the prompt (capability `chat`): maps with role and content, which the checkpoint's chat
+        template renders.
+    tools: JSON schemas of functions, for the template to print; those of the environment when empty.
+    template: belongs to messages.
     trajectory_ids: the caller's, unique within the session.
     sample_indices: the noise key of each sample, all different; 0 to n - 1 when nil.
     prompt_source: as long as the prompt, when that already holds sampled tokens (a resumed record); nil means that all
@@ -154,7 +178,10 @@ class Group(Value):
     """
 
     id: Name
-    prompt: Int32
+    prompt: Int32 = Field(default_factory=_no_ids)
+    messages: Annotated[Many[ChatMap], Field(min_length=1, max_length=4096)] | None = None
+    tools: Annotated[Many[ChatMap], Field(max_length=1024)] = ()
+    template: Template = Field(default_factory=Template)
     trajectory_ids: Annotated[Many[Name], Field(min_length=1), limited("max_trajectories")]
     sampling: Sampling = Field(default_factory=Sampling)
     environment: Environment = Field(default_factory=Environment)
@@ -169,8 +196,15 @@ class Group(Value):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if len(self.prompt) == 0:
-            refuse("must not be empty", ".prompt")
+        if self.messages is None:
+            if len(self.prompt) == 0:
+                refuse("must not be empty where there are no messages", ".prompt")
+            if self.tools:
+                refuse("belong to messages", ".tools")
+            if self.template != Template():
+                refuse("belongs to messages", ".template")
+        elif len(self.prompt) or self.prompt_source is not None:
+            refuse("must be left out where there are messages", ".prompt" if len(self.prompt) else ".prompt_source")
         if len(set(self.trajectory_ids)) < len(self.trajectory_ids):
             refuse("names a trajectory twice", ".trajectory_ids")
         if self.sample_indices is not None:

@@ -24,7 +24,14 @@ def check_groups(groups: Sequence[Group], welcome: Welcome) -> None:
             f"{count} trajectories are more than max_trajectories, {limits.max_trajectories}", field="groups"
         )
     for i, group in enumerate(groups):
-        check_ids(group.prompt, welcome, f"groups[{i}].prompt")
+        if group.messages is None:
+            check_ids(group.prompt, welcome, f"groups[{i}].prompt")
+        for field, maps in (("messages", group.messages or ()), ("tools", group.tools)):
+            for k, value in enumerate(maps):
+                if (size := len(msgpack.packb(value))) > limits.max_chat:
+                    raise BadRequest(
+                        f"has {size} bytes, more than max_chat, {limits.max_chat}", field=f"groups[{i}].{field}[{k}]"
+                    )
         size = len(msgpack.packb(group.metadata))
         if size > limits.max_metadata:
             raise BadRequest(

@@ -29,6 +29,7 @@ from protocols import (
     Score,
     Segment,
     SubmitBatch,
+    Template,
     Turn,
     TurnDone,
     Value,
@@ -170,14 +171,21 @@ def _environment(draw: Draw) -> dict[str, Any]:
     return {"script": script, "name": "scripted" if script else draw(st.sampled_from(["scripted", "remote", "x"]))}
 
 
-@_build(Group, "prompt", "prompt_source", "trajectory_ids", "sample_indices")
+@_build(Group, "prompt", "prompt_source", "messages", "tools", "template", "trajectory_ids", "sample_indices")
 def _group(draw: Draw) -> dict[str, Any]:
     length = draw(st.integers(1, LONGEST))
     ids = draw(st.lists(st.text(min_size=1, max_size=6), min_size=1, max_size=3, unique=True))
     indices = st.lists(st.integers(0, 2**32 - 1), min_size=len(ids), max_size=len(ids), unique=True)
-    return {
+    prompt = {
         "prompt": draw(arrays("<i4", length)),
         "prompt_source": draw(st.none() | npst.arrays(np.uint8, length, elements=st.integers(0, 4))),
+    }
+    chat = {
+        "messages": draw(st.lists(OPAQUE, min_size=1, max_size=3)),
+        "tools": draw(st.lists(OPAQUE, max_size=2)),
+        "template": draw(value(Template)),
+    }
+    return (chat if draw(st.booleans()) else prompt) | {
         "trajectory_ids": ids,
         "sample_indices": draw(st.none() | indices),
     }

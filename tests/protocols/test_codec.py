@@ -231,7 +231,7 @@ def test_fingerprints_tell_content_apart_and_nothing_else() -> None:
     batch = samples.submit()
     received = decode_request([bytes(frame) for frame in encode(batch)], LIMITS)
     assert isinstance(received, SubmitBatch)
-    same, other = received.groups
+    same, other, _ = received.groups
     assert fingerprint(same) == fingerprint(batch.groups[0]) != fingerprint(other)
     assert fingerprint(same.model_copy(update={"prompt": ids(9906, 11, 1918)})) != fingerprint(same)
     assert fingerprint(same.model_copy(update={"priority": 0})) != fingerprint(same)

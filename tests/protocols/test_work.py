@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from protocols import Budget, Environment, Group, Sampling, ScriptedTurn, bad_request
+from protocols import Budget, Environment, Group, Sampling, ScriptedTurn, Template, bad_request
 from tests.protocols.samples import floats, ids, marks
 
 
@@ -113,3 +113,31 @@ def test_a_nested_mistake_has_its_whole_path() -> None:
     with pytest.raises(ValidationError) as caught:
         Group(**group(environment={"script": [{"observation": np.zeros(2)}]}))
     assert bad_request(caught.value).field == "environment.script[0].observation"
+
+
+MESSAGES = ({"role": "user", "content": "hi"},)
+
+
+@pytest.mark.parametrize(
+    ("fields", "refused"),
+    [
+        ({"prompt": ids(), "messages": None}, "prompt"),
+        ({"messages": MESSAGES}, "prompt"),
+        ({"prompt": ids(), "messages": ()}, "messages"),
+        ({"prompt": ids(), "messages": MESSAGES, "prompt_source": marks()}, "prompt_source"),
+        ({"tools": ({"name": "f"},)}, "tools"),
+        ({"template": Template(on_user_turn="drop")}, "template"),
+        ({"prompt": ids(), "messages": ("hi",)}, "messages[0]"),
+    ],
+)
+def test_a_group_has_a_prompt_or_messages(fields: dict[str, Any], refused: str) -> None:
+    assert refused_field(Group, **group(**fields)) == refused
+
+
+def test_messages_need_no_prompt() -> None:
+    chat = Group(**{**group(messages=MESSAGES), "prompt": ids()})
+    assert chat.messages == MESSAGES
+    assert len(chat.prompt) == 0
+    assert Group(id="g", messages=MESSAGES, trajectory_ids=("a",)) == Group(
+        id="g", messages=MESSAGES, trajectory_ids=("a",), template=Template()
+    )

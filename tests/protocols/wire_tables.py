@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+import numpy as np
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 from pydantic import StringConstraints
 from pydantic.fields import FieldInfo
@@ -24,11 +25,11 @@ from protocols.base import ArraySpec, OpaqueSpec
 from protocols.codec import REPLIES, REQUESTS
 from protocols.records import Failure, Segment, Times, Truncation, Turn
 from protocols.replies import EVENTS
-from protocols.work import Budget, Environment, Group, Sampling, ScriptedTurn
+from protocols.work import Budget, Environment, Group, Sampling, ScriptedTurn, Template
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "wire.md"
 PARTS = (
-    Group, Sampling, Environment, ScriptedTurn, Budget, Record, Segment, Turn, Times, Truncation, Failure, Limits,
+    Group, Template, Sampling, Environment, ScriptedTurn, Budget, Record, Segment, Turn, Times, Truncation, Failure, Limits,
     ModelInfo,
 )  # fmt: skip
 
@@ -78,6 +79,8 @@ def default(info: FieldInfo) -> str:
         return "its defaults"
     if value is None:
         return "nil"
+    if isinstance(value, np.ndarray):
+        return "empty"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
