@@ -6,11 +6,13 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from tokenizers import Tokenizer as FastTokenizer
 
 from engine.request import IntArray
@@ -22,16 +24,43 @@ SPACE = "\u2581"
 """How SentencePiece writes a space."""
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A stretch of a text. frame: spellings of added tokens in it stand for those tokens; else they are text."""
+
+    text: str
+    frame: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """ids: int32[n]. first, last: int64[n], the pieces that hold the first and the last character of each token."""
+
+    ids: IntArray
+    first: npt.NDArray[np.int64]
+    last: npt.NDArray[np.int64]
+
+
 class Tokenizer:
-    """Implements `TextCodec`. hash: "sha256:hex" of tokenizer.json."""
+    """Implements `TextCodec`. hash: "sha256:hex" of tokenizer.json.
+
+    control: content to id of its added tokens; pure white space is left out, for that is text. reserved: those that
+    are marked special. The others (Qwen's `<think>`, `<tool_call>`) are words that a model says, not its frame.
+    """
 
     def __init__(self, source: bytes) -> None:
         """source: content of a tokenizer.json. Raises ValueError where it is not one."""
         try:
             spec: dict[str, Any] = json.loads(source)
             self._whole = FastTokenizer.from_str(source.decode())
-            self._plain = FastTokenizer.from_str(json.dumps(_without_control(spec)))
-            self._added = {token["content"]: int(token["id"]) for token in spec.get("added_tokens") or ()}
+            added = spec.get("added_tokens") or ()
+            self._added = {token["content"]: int(token["id"]) for token in added}
+            self.control = {content: id for content, id in self._added.items() if content.strip()}
+            self.reserved = frozenset(token["content"] for token in added if token.get("special"))
+            secret = secrets.token_hex(16)
+            self._hidden = {content: f"{secret} {content}" for content in self.control}
+            self._spelled = spellings(self.control)
+            self._plain = FastTokenizer.from_str(json.dumps(_without_control(spec, self._hidden)))
             self._byte_level = "ByteLevel" in _types([spec.get("decoder"), spec.get("pre_tokenizer")])
         except Exception as error:
             raise ValueError(f"not a usable {FILE}: {error}") from error
@@ -54,6 +83,23 @@ class Tokenizer:
         """int32[n]. The text is data: an added token (`<|im_end|>`, `<think>`) in it is spelled out, never produced."""
         ids = self._plain.encode(text, add_special_tokens=False).ids
         return np.array(ids, np.int32)
+
+    def encode_pieces(self, pieces: Sequence[Piece]) -> Encoded:
+        """The pieces as one text: where none but frames spell an added token, its ids are the ordinary encoding's.
+
+        An added token begins and ends in one frame. Everything between two of them is encoded together, so that a
+        piece's end does not show in the ids.
+        """
+        texts = [self._spelled.sub(self._hide, piece.text) if piece.frame else piece.text for piece in pieces]
+        encoding = self._plain.encode("".join(texts), add_special_tokens=False)
+        ends = np.cumsum([len(text) for text in texts])
+        spans = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+        last = np.maximum(spans[:, 1] - 1, spans[:, 0])
+        first, final = (np.searchsorted(ends[:-1], at, side="right") for at in (spans[:, 0], last))
+        return Encoded(np.array(encoding.ids, np.int32), first, final)
+
+    def _hide(self, spelled: re.Match[str]) -> str:
+        return self._hidden[spelled[0]]
 
     def decode(self, ids: Ids) -> str:
         """Added tokens are written as they are; ids that the tokenizer does not have (a padded head's) are ''."""
@@ -84,18 +130,23 @@ class Tokenizer:
         return tuple(table)
 
 
-def _without_control(spec: dict[str, Any]) -> dict[str, Any]:
+def spellings(tokens: Iterable[str]) -> re.Pattern[str]:
+    """Finds each of `tokens` in a text, the longest one where several begin; nothing where there are none."""
+    longest_first = sorted(tokens, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+
+def _without_control(spec: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     """The same tokenizer in which no text is an added token, except pure white space, which is text.
 
-    They get names that nobody can spell, since nobody knows them. To leave them out would not do: the ids of the
-    others would move up, and some models (Unigram) hold `</s>` as an ordinary piece too.
+    names: what the others are called in it: nobody can spell that, since nobody knows it. To leave them out would not
+    do: the ids of the others would move up, and some models (Unigram) hold `</s>` as an ordinary piece too.
     """
     added = spec.get("added_tokens") or ()
-    control = {token["content"] for token in added if token["content"].strip()}
-    secret = secrets.token_hex(16)
+    control = names.keys()
 
     def hidden(piece: str) -> str:
-        return f"{secret} {piece}" if piece in control else piece
+        return names.get(piece, piece)
 
     model = dict(spec["model"])
     vocab = model["vocab"]

@@ -1,0 +1,193 @@
+"""A checkpoint's chat format: messages to ids, and what follows a sampled turn without a look at what was sampled."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine.request import IntArray
+from rollout.chat.errors import ChatError
+from rollout.chat.follow import Followed, Render, follow
+from rollout.chat.marks import Marks, Vocabulary
+from rollout.chat.messages import Message
+from rollout.chat.template import ChatTemplate
+from rollout.tokenizer import Piece, Tokenizer
+
+EMPTY: IntArray = np.zeros(0, np.int32)
+FORMS = 256
+"""Combinations of tools and options that are kept: a batch's groups share a few."""
+
+
+@dataclass(frozen=True, slots=True)
+class Suffix:
+    """What follows a sampled turn, int32 each, to be appended in this order.
+
+    closing: the end of the assistant's turn, up to and with its control token; that may have been sampled already.
+    glue: the template's text from there to the first new content.
+    observation: the new contents, with what the template writes between them.
+    opening: the template's text after them, which opens the next turn.
+    """
+
+    closing: IntArray
+    glue: IntArray
+    observation: IntArray
+    opening: IntArray
+
+    def after(self, sampled: IntArray) -> IntArray:
+        """The glue after a turn: with the closing, unless the turn ended itself."""
+        if len(self.closing) and len(sampled) and sampled[-1] == self.closing[-1]:
+            return self.glue
+        return np.concatenate([self.closing, self.glue])
+
+
+class ChatFormat:
+    """Template and tokenizer of one checkpoint. Safe to use from several threads."""
+
+    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
+        self.template = template
+        self.tokenizer = tokenizer
+        self.vocabulary = Vocabulary(tokenizer.control, tokenizer.reserved)
+        self.control = frozenset(tokenizer.control.values())
+        self._forms: OrderedDict[bytes, Form] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @classmethod
+    def load(cls, checkpoint: str | Path, tokenizer: Tokenizer | None) -> ChatFormat | None:
+        """None where the checkpoint has no tokenizer or no template. Raises ValueError, naming the file."""
+        template = ChatTemplate.load(checkpoint)
+        return None if template is None or tokenizer is None else cls(template, tokenizer)
+
+    def form(self, tools: Sequence[Mapping[str, Any]] = (), options: Mapping[str, Any] | None = None) -> Form:
+        """tools: JSON schemas. options: the template's own (`enable_thinking`)."""
+        content = json.dumps([list(tools), options or {}], default=repr).encode(errors="surrogatepass")
+        key = hashlib.sha256(content).digest()
+        with self._lock:
+            if key not in self._forms:
+                self._forms[key] = Form(self, tuple(tools), dict(options or {}))
+            self._forms.move_to_end(key)
+            while len(self._forms) > FORMS:
+                self._forms.popitem(last=False)
+            return self._forms[key]
+
+
+@dataclass(frozen=True, slots=True)
+class _Proof:
+    """tools: those that the text after a turn depends on. taken: conversations that agreed; none where they did not."""
+
+    tools: Sequence[Mapping[str, Any]]
+    taken: tuple[str, ...]
+
+
+class Form:
+    """What the conversations with the same tools and template options share."""
+
+    def __init__(self, chat: ChatFormat, tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> None:
+        self._chat = chat
+        self._tools = tools
+        self._options = options
+        self._frames: dict[tuple[str, ...], tuple[str, str]] = {}
+        self._proofs: dict[tuple[str, ...], _Proof] = {}
+
+    def prompt(self, messages: Sequence[Message]) -> IntArray:
+        """int32[L]: the conversation, up to where the assistant is to answer. Raises ChatError."""
+        marks = Marks(self._chat.vocabulary)
+        text = self._render([marks.message(message) for message in messages], [marks.schema(t) for t in self._tools])
+        return self._chat.tokenizer.encode_pieces(marks.reveal(text)).ids
+
+    def suffix(self, messages: Sequence[Message]) -> Suffix:
+        """What the template puts between any sampled turn and the next, for `messages` to be said between them.
+
+        Raises ChatError where that depends on what was sampled or said before.
+        """
+        marks = Marks(self._chat.vocabulary)
+        followed = self._follow([marks.message(message) for message in messages])
+        text = followed.text
+        head, tail = self._frame(messages)
+        if not (text.startswith(head) and text.endswith(tail) and len(head) + len(tail) <= len(text)):
+            head = tail = ""  # the template looks at what is said: all of it counts as content
+        return self._split(followed.closing, head, marks.reveal(text[len(head) : len(text) - len(tail)]), tail)
+
+    def rendered_anew(self, messages: Sequence[Message], new: Sequence[Message]) -> tuple[IntArray, Suffix]:
+        """The conversation `messages` as if nothing in it had been sampled, and what follows it for `new`.
+
+        Where the two cannot be told apart, all of it is the first part. Raises ChatError.
+        """
+        whole = self.prompt([*messages, *new])
+        nothing = Suffix(EMPTY, EMPTY, EMPTY, EMPTY)
+        try:
+            suffix = self.suffix(new)
+        except ChatError:
+            return whole, nothing
+        rest = np.concatenate([suffix.glue, suffix.observation, suffix.opening])
+        start = len(whole) - len(rest)
+        if start <= 0 or not np.array_equal(whole[start:], rest):
+            return whole, nothing
+        return whole[:start], Suffix(EMPTY, suffix.glue, suffix.observation, suffix.opening)
+
+    def opens_reasoning(self) -> bool:
+        """Does the template itself begin the reasoning, so that a turn starts inside of `<think>`?"""
+        text = self._render([{"role": "user", "content": "question"}])
+        return text.rfind("<think>") > text.rfind("</think>")
+
+    def _split(self, closing: str, head: str, contents: list[Piece], tail: str) -> Suffix:
+        """A token across the border between frame and content counts as content."""
+        pieces = [Piece(closing, frame=True), Piece(head, frame=True), *contents, Piece(tail, frame=True)]
+        encoded = self._chat.tokenizer.encode_pieces(pieces)
+        ids = encoded.ids
+        # A template without an end of its own (GLM's) lets the beginning of the next message end the turn.
+        ends = int((encoded.last == 0).sum()) if closing else 1
+        controls = (i for i, id in enumerate(ids[:ends].tolist()) if id in self._chat.control)
+        closed = next(controls, -1) + 1
+        start = max(closed, int((encoded.last < 2).sum()))
+        stop = max(start, int((encoded.first < len(pieces) - 1).sum()))
+        return Suffix(ids[:closed], ids[closed:start], ids[start:stop], ids[stop:])
+
+    def _frame(self, messages: Sequence[Message]) -> tuple[str, str]:
+        """The template's text before the first and after the last content of messages of these roles."""
+        roles = tuple(message["role"] for message in messages)
+        if roles not in self._frames:
+            words = [f"w{secrets.token_hex(8)}w" for _ in roles]
+            named = [{"role": role, "content": word} for role, word in zip(roles, words, strict=True)]
+            try:
+                text = self._follow(named).text
+            except ChatError:
+                text = ""
+            self._frames[roles] = text.partition(words[0])[0], text.rpartition(words[-1])[2]
+        return self._frames[roles]
+
+    def _follow(self, messages: Sequence[Message]) -> Followed:
+        """In full for the first messages of these roles; later ones are compared in two conversations."""
+        roles = tuple(message["role"] for message in messages)
+        if roles not in self._proofs:
+            self._proofs[roles] = self._prove([{"role": role, "content": "text"} for role in roles])
+        proof = self._proofs[roles]
+        if proof.taken:
+            return follow(self._renderer(proof.tools), messages, (proof.taken[0], proof.taken[-1]))
+        return follow(self._renderer(proof.tools), messages)
+
+    def _prove(self, messages: Sequence[Message]) -> _Proof:
+        try:
+            followed = follow(self._renderer(self._tools), messages)
+            # Tools hardly ever make a difference here, and each rendering would print them.
+            if self._tools and follow(self._renderer(()), messages) == followed:
+                return _Proof((), followed.taken)
+        except ChatError:
+            return _Proof(self._tools, ())
+        return _Proof(self._tools, followed.taken)
+
+    def _renderer(self, tools: Sequence[Mapping[str, Any]]) -> Render:
+        return lambda messages, opened: self._render(messages, tools, opened=opened)
+
+    def _render(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, opened: bool = True
+    ) -> str:
+        return self._chat.template.render(messages, tools=tools, options=self._options, add_generation_prompt=opened)

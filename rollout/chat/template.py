@@ -1,0 +1,128 @@
+"""A checkpoint's chat template: messages in, text out. Rendered as the transformers library renders it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from rollout.chat.errors import ChatError
+from rollout.chat.messages import Message
+
+CONFIG = "tokenizer_config.json"
+FILE = "chat_template.jinja"
+SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+"""Names of `tokenizer_config.json` that templates use as variables."""
+RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
+
+
+class ChatTemplate:
+    """source: by name, as a checkpoint may have several; `tool_use` goes before `default` where tools are given.
+
+    variables: the checkpoint's special tokens by name.
+    """
+
+    def __init__(self, source: Mapping[str, str], variables: Mapping[str, str] | None = None) -> None:
+        self._source = dict(source)
+        self._variables = dict(variables or {})
+
+    @classmethod
+    def load(cls, checkpoint: str | Path) -> ChatTemplate | None:
+        """Of a checkpoint directory; None where it has none. Raises ValueError, naming the file."""
+        path = Path(checkpoint) / CONFIG
+        try:
+            config = json.loads(path.read_bytes())
+        except (FileNotFoundError, NotADirectoryError):
+            config = {}
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+        file = Path(checkpoint) / FILE
+        written = file.read_text() if file.is_file() else config.get("chat_template")
+        if written is None:
+            return None
+        if isinstance(written, str):
+            source = {"default": written}
+        else:
+            try:
+                source = {str(entry["name"]): str(entry["template"]) for entry in written}
+            except (TypeError, KeyError) as error:
+                raise ValueError(f"{path}: chat_template is neither a string nor a list of named ones") from error
+        named = {name: config.get(name) for name in SPECIAL}
+        texts = {name: token["content"] if isinstance(token, dict) else token for name, token in named.items()}
+        return cls(source, {name: text for name, text in texts.items() if isinstance(text, str)})
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Raises ChatError: what the template itself raises, and what goes wrong inside it."""
+        name = "tool_use" if tools and "tool_use" in self._source else "default"
+        options = options or {}
+        if taken := next((key for key in RESERVED if key in options), None):
+            raise ChatError(f"{taken!r} is no option of a template", f"template.options.{taken}")
+        try:
+            compiled = self._compiled[name]
+        except KeyError:
+            raise ChatError(f"the checkpoint has chat templates, but none called {name!r}") from None
+        variables = {**self._variables, **options}
+        given = {"messages": list(messages), "tools": list(tools) or None, "documents": None}
+        try:
+            return compiled.render(**{**variables, **given, "add_generation_prompt": add_generation_prompt})
+        except Exception as error:  # a template is a program, and may fail as one
+            raise ChatError(f"the chat template does not take these messages: {error}") from error
+
+    @cached_property
+    def _compiled(self) -> dict[str, Any]:
+        """On first use: a checkpoint whose template is broken still serves whoever sends ids."""
+        environment = _environment()
+        try:
+            return {name: environment.from_string(source) for name, source in self._source.items()}
+        except TemplateError as error:
+            raise ChatError(f"the checkpoint's chat template does not compile: {error}") from error
+
+
+class _Generation(Extension):
+    """`{% generation %}...{% endgeneration %}`, which marks what an assistant says: rendered as if it were not there."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2's own form)
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own escapes `<`, `>` and `&` for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> NoReturn:
+    raise TemplateError(message)
