@@ -1,0 +1,40 @@
+"""From TRL's arguments and prompts to what a group of the client takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def law(args: Any) -> dict[str, Any]:
+    """Arguments for `client.group` that sample as a `GRPOConfig` or an `AsyncGRPOConfig` says.
+
+    TRL scores completions by `log_softmax(logits / temperature)`. Without filters and penalties (its defaults) that
+    is what the worker returns, to rounding; with them it returns the law really sampled from, and TRL's importance
+    ratio says by how much the two differ.
+    """
+    if getattr(args, "generation_kwargs", None):
+        raise ValueError(
+            f"generation_kwargs {sorted(args.generation_kwargs)} are for TRL's own generation and would be ignored:"
+            " give what the worker should do as arguments of client.group"
+        )
+    return {
+        "temperature": args.temperature,
+        "top_k": max(args.top_k or 0, 0),
+        "top_p": args.top_p,
+        "min_p": args.min_p or 0.0,
+        "repetition_penalty": args.repetition_penalty,
+        "max_tokens": args.max_completion_length,
+    }
+
+
+def encode_prompt(tokenizer: Any, prompt: Any, **template: Any) -> list[int]:
+    """Token ids of a prompt of TRL's: a text, or messages, which the tokenizer's template (with its arguments
+    `template`) renders up to where the assistant speaks."""
+    if isinstance(prompt, str):
+        encoded = tokenizer(prompt)
+    else:
+        encoded = tokenizer.apply_chat_template(
+            prompt, add_generation_prompt=True, tokenize=True, return_dict=True, **template
+        )
+    ids: list[int] = encoded["input_ids"]
+    return ids
