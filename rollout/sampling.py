@@ -9,8 +9,8 @@ from engine.request import SamplingParams, StopRule
 from protocols.fields import Sampling
 
 
-def engine_params(sampling: Sampling, *, seed: int, sample_index: int) -> SamplingParams:
-    """The law and the noise key of every turn of one trajectory (segment 0)."""
+def engine_params(sampling: Sampling, *, seed: int, sample_index: int, segment: int = 0) -> SamplingParams:
+    """The law and the noise key of the turns of one segment of a trajectory."""
     bias: dict[int, float] = {}
     if sampling.bias_ids is not None and sampling.bias_values is not None:
         bias = dict(zip(sampling.bias_ids.tolist(), sampling.bias_values.tolist(), strict=True))
@@ -26,6 +26,7 @@ def engine_params(sampling: Sampling, *, seed: int, sample_index: int) -> Sampli
         logit_bias=MappingProxyType(bias),
         seed=seed,
         sample_index=sample_index,
+        segment=segment,
     )
 
 

@@ -15,10 +15,12 @@ from protocols import fields
 from protocols.fields import (
     SOURCE_GLUE,
     SOURCE_OBSERVATION,
+    SOURCE_PREFIX,
     STATUS_OF,
     Group,
     ModelInfo,
     Record,
+    Segment,
     TrajectoryReason,
     Truncation,
     Turn,
@@ -60,25 +62,40 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What an environment said, checked: ids are int32[n] inside the vocabulary, the reward is finite."""
+    """What an environment said, checked: ids are int32[n] inside the vocabulary, the reward is finite. See `Step`."""
 
     glue: IntArray | None = None
     observation: IntArray | None = None
+    opening: IntArray | None = None
+    branch: IntArray | None = None
+    called: bool = False
     max_tokens: int | None = None
     done: bool = False
     reward: float | None = None
 
 
+MAX_SEGMENTS = 8
+"""Of one trajectory: room for the largest possible record is reserved when it starts."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Closed:
+    """A segment that another one has followed. turns: how many turns of the trajectory precede its end."""
+
+    tokens: Tokens
+    turns: int
+
+
 class Trajectory:
-    """What one trajectory consists of so far, and whether it may go on."""
+    """What one trajectory consists of so far, and whether it may go on. `length`: of the segment that grows."""
 
     def __init__(self, spec: TrajectorySpec, model: ModelInfo) -> None:
         self._spec = spec
         self._sampling = spec.group.sampling
         self._budget = spec.group.budget
-        self._params = engine_params(self._sampling, seed=spec.seed, sample_index=spec.sample_index)
         self._stop = stop_rule(self._sampling, model.eos_ids)
         self._max_context = model.max_context
+        self._closed: list[_Closed] = []
         self._tokens = Tokens(self._sampling.logprobs)
         self._tokens.add_prompt(spec.group.prompt, spec.group.prompt_source)
         self._turn_limit = self._sampling.max_tokens
@@ -97,12 +114,24 @@ class Trajectory:
 
         `max_tokens` is the budget of the turn that it opens; None is `Sampling.max_tokens`.
         """
-        glue, observation = answer.glue, answer.observation
         parts = [
-            (ids, source) for ids, source in ((glue, SOURCE_GLUE), (observation, SOURCE_OBSERVATION)) if ids is not None
+            (ids, source)
+            for ids, source in (
+                (answer.branch, SOURCE_PREFIX),
+                (answer.glue, SOURCE_GLUE),
+                (answer.observation, SOURCE_OBSERVATION),
+                (answer.opening, SOURCE_GLUE),
+            )
+            if ids is not None
         ]
-        if sum(len(ids) for ids, _ in parts) > self._room():
+        room = self._room() if answer.branch is None else self._ceiling()
+        if sum(len(ids) for ids, _ in parts) > room:
             return self._overflow()
+        if answer.branch is not None:
+            if len(self._closed) + 1 == MAX_SEGMENTS:
+                return End("length", Truncation(limit="max_segments", value=MAX_SEGMENTS))
+            self._closed.append(_Closed(self._tokens, len(self._turns)))
+            self._tokens = Tokens(self._sampling.logprobs)
         for ids, source in parts:
             self._tokens.add(ids, source)
         self._turn_limit = self._sampling.max_tokens if answer.max_tokens is None else answer.max_tokens
@@ -112,7 +141,8 @@ class Trajectory:
         """May a further turn be sampled, now that weights of `serving_version` serve?"""
         if self._room() <= 0:
             return self._overflow()
-        oldest, limit = self._tokens.oldest_version, self._spec.group.max_staleness
+        limit = self._spec.group.max_staleness
+        oldest = min((version for tokens in self._all() if (version := tokens.oldest_version) is not None), default=None)
         if oldest is not None and limit is not None and serving_version - oldest > limit:
             return End("abort_stale")
         return None
@@ -125,7 +155,9 @@ class Trajectory:
             token_ids=self._tokens.ids,
             sampled=self._tokens.sampled,
             max_tokens=self._room() if self._turn_limit is None else min(self._turn_limit, self._room()),
-            params=self._params,
+            params=engine_params(
+                self._sampling, seed=spec.seed, sample_index=spec.sample_index, segment=len(self._closed)
+            ),
             stop=self._stop,
             order=spec.order,
             group="" if index else f"{spec.session}/{spec.batch_id}/{spec.group.id}",
@@ -175,7 +207,9 @@ class Trajectory:
         fixed_turns: `done` is named after how the last turn ended, not `env_done`.
         """
         turn = self._turns[-1]
-        self._turns[-1] = turn.model_copy(update={"reward": answer.reward})
+        called = answer.called and turn.finish_reason == "stop"
+        reason = "tool_calls" if called else turn.finish_reason
+        self._turns[-1] = turn.model_copy(update={"reward": answer.reward, "finish_reason": reason})
         if answer.done and fixed_turns:
             return End("stop") if turn.finish_reason == "stop" else self._cut(turn)
         if answer.done:
@@ -195,7 +229,7 @@ class Trajectory:
             sample_index=spec.sample_index,
             status=status,
             finish_reason=end.reason,
-            segments=(self._tokens.segment(self.turns, trainable=status != "failed"),),
+            segments=self._segments(trainable=status != "failed"),
             sampling=self._sampling.model_copy(update={"seed": spec.seed}),
             reward=rewards.total,
             rewards=dict(rewards.parts),
@@ -206,6 +240,19 @@ class Trajectory:
             metadata=group.metadata,
             purpose=group.purpose,
         )
+
+    def _segments(self, *, trainable: bool) -> tuple[Segment, ...]:
+        """A segment in which nothing was sampled says nothing new, unless it is the only one."""
+        ends = [closed.turns for closed in self._closed] + [len(self._turns)]
+        spans = zip(self._all(), [0, *ends], ends, strict=False)
+        return tuple(
+            tokens.segment(self.turns[start:end], trainable=trainable)
+            for tokens, start, end in spans
+            if end > start or tokens is self._all()[0]
+        )
+
+    def _all(self) -> list[Tokens]:
+        return [*(closed.tokens for closed in self._closed), self._tokens]
 
     def _turn(self, completion: Completion, times: fields.Times) -> Turn:
         start, count, stop = self.length, len(completion.token_ids), completion.stop

@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,9 @@ import numpy.typing as npt
 from engine.request import FloatArray, IntArray
 from protocols.fields import Purpose, Record, Turn, TurnReason
 from protocols.requests import Continue
+
+if TYPE_CHECKING:
+    from rollout.chat.conversation import Conversation
 
 Ids = Sequence[int] | npt.NDArray[np.integer[Any]]
 """Token ids in [0, vocab_size): a list of ints or a one-dimensional integer array."""
@@ -45,6 +48,7 @@ class Context:
 
     seed is the group's (the same for its samples); (seed, sample_index) is the trajectory's own.
     prompt: int32[L]. vocab_size: ids are valid in [0, vocab_size). max_context: longest sequence, in tokens.
+    chat: of a group that was submitted with messages: what was said, and how to go on.
     ask: puts a turn to the trainer and waits for its `continue`, as `remote` does (asynchronous methods only).
     """
 
@@ -60,6 +64,7 @@ class Context:
     config: Mapping[str, Any] = field(default_factory=dict)
     purpose: Purpose = "train"
     tokenizer: TextCodec | None = None
+    chat: Conversation | None = None
 
     def encode(self, text: str) -> IntArray:
         return self._codec().encode(text)
@@ -106,10 +111,12 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The answer to one turn. Appended in this order: `glue` (template tokens), then `observation`.
+    """The answer to one turn. Appended in this order: `glue` (template tokens), `observation`, `opening` (template
+    tokens that open the next turn).
 
     done: no further turn. reward: of the turn just played. max_tokens: budget of the next turn; None keeps
-    `Sampling.max_tokens`.
+    `Sampling.max_tokens`. called: the turn called tools, which is then its finish reason instead of `stop`.
+    branch: begin a new segment with these ids in place of everything so far.
     """
 
     observation: Ids | None = None
@@ -117,6 +124,9 @@ class Step:
     done: bool = False
     reward: float | None = None
     max_tokens: int | None = None
+    opening: Ids | None = None
+    called: bool = False
+    branch: Ids | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +150,8 @@ class Environment(ABC):
     """Does a turn that was cut end the trajectory, where `Budget.on_length` does not say."""
     fixed_turns: ClassVar[bool] = False
     """The number of turns is known beforehand: the trajectory ends the way its last turn does (`stop`, `length`)."""
+    chat_roles: ClassVar[tuple[str, ...]] = ()
+    """Roles of the messages that it appends to a conversation: a submit is refused where the chat template cannot."""
     patient: ClassVar[bool] = False
     """`step` waits for the trainer, whose silence is no fault: only `Budget.tool_deadline_s` bounds it."""
 

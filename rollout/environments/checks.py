@@ -53,10 +53,19 @@ def check_step(returned: Any, vocab_size: int) -> Answer:
     return Answer(
         glue=_ids(returned.glue, "glue", vocab_size),
         observation=_ids(returned.observation, "observation", vocab_size),
+        opening=_ids(returned.opening, "opening", vocab_size),
+        branch=_branch(_ids(returned.branch, "branch", vocab_size)),
+        called=bool(returned.called),
         max_tokens=_max_tokens(returned.max_tokens),
         done=bool(returned.done),
         reward=_reward(returned.reward, "reward"),
     )
+
+
+def _branch(ids: IntArray | None) -> IntArray | None:
+    if ids is not None and not len(ids):
+        raise BadAnswer("branch is empty: a segment begins with something")
+    return ids
 
 
 def check_final(returned: Any) -> Rewards:
