@@ -1,0 +1,135 @@
+"""The observer that counts: what the worker tells becomes a row a round, what it is looked at for rows of gauges."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Callable
+from typing import Concatenate, Literal, ParamSpec, Protocol, cast
+
+from protocols.fields import Record
+from protocols.replies import WorkerStatus
+from rollout.async_engine import AsyncEngine
+from rollout.metrics.gauges import Gauges
+from rollout.metrics.health import Beat
+from rollout.metrics.live import sentence
+from rollout.metrics.places import Places
+from rollout.metrics.rounds import Rounds
+from rollout.metrics.row import TIME_AXIS, Row
+from rollout.observer import Round
+
+log = logging.getLogger(__name__)
+
+BEAT_S = 1.0
+"""Between two signs of life."""
+
+P = ParamSpec("P")
+
+
+class Watched(Protocol):
+    """The service, as far as it is looked at."""
+
+    stopping: bool
+    engine: AsyncEngine
+
+    def status(self, request_id: str) -> WorkerStatus: ...
+
+
+def _harmless(
+    method: Callable[Concatenate[Metrics, P], None],
+) -> Callable[Concatenate[Metrics, P], None]:
+    """A fault in counting must cost a number, not a trajectory."""
+
+    @functools.wraps(method)
+    def call(self: Metrics, *args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            method(self, *args, **kwargs)
+        except Exception:
+            self.failed(method.__name__)
+
+    return cast(Callable[Concatenate[Metrics, P], None], call)
+
+
+class Metrics:
+    """An Observer. interval: seconds between two rows of gauges. Used on the worker's loop."""
+
+    def __init__(self, places: Places, gauges: Gauges, *, interval: float) -> None:
+        self._places = places
+        self._gauges = gauges
+        self._interval = interval
+        self._rounds = Rounds()
+        self._last: Beat | None = None
+        self._failed: set[str] = set()
+
+    # What happens.
+
+    @_harmless
+    def batch_accepted(self, batch: Round, trajectories: int) -> None:
+        self._rounds.accept(batch, trajectories)
+
+    @_harmless
+    def trajectory_ended(self, batch: Round, record: Record, version: int) -> None:
+        self._rounds.add(batch, record, version, time.monotonic())
+        for segment in record.segments:
+            for turn in segment.turns:
+                self._gauges.turn(turn)
+
+    @_harmless
+    def group_done(self, batch: Round, group_id: str, seconds: float) -> None:
+        self._rounds.group_done(batch, group_id, seconds)
+
+    @_harmless
+    def batch_done(self, batch: Round) -> None:
+        if (values := self._rounds.close(batch)) is not None:
+            self._places.put(Row("round", time.time(), values))
+
+    @_harmless
+    def weights_prepared(self, version: int, seconds: float, nbytes: int) -> None:  # noqa: ARG002 (the gauge of the version is that which serves)
+        self._gauges.prepared(seconds, nbytes)
+
+    @_harmless
+    def weights_committed(self, version: int, paused_s: float) -> None:  # noqa: ARG002
+        self._gauges.committed(paused_s)
+
+    @_harmless
+    def weights_failed(self, stage: Literal["prepare", "commit"]) -> None:  # noqa: ARG002
+        self._gauges.failed()
+
+    # What is looked at.
+
+    async def watch(self, service: Watched) -> None:
+        """Until cancelled: a beat every second, gauges at once, every `interval` and at the end."""
+        due = time.monotonic()
+        try:
+            while True:
+                self._beat(service)
+                if time.monotonic() >= due:
+                    self._look(service)
+                    due = time.monotonic() + self._interval
+                await asyncio.sleep(min(BEAT_S, self._interval))
+        finally:
+            self._look(service)
+
+    @_harmless
+    def _beat(self, service: Watched) -> None:
+        engine = service.engine
+        if not service.stopping:
+            engine.ping()
+        status = service.status("")
+        beat = Beat(time.monotonic(), status.state, status.weight_version, engine.stats, engine.reported_at)
+        self._places.health.beat(beat)
+        self._places.say(sentence(beat, self._last, self._rounds.progress))
+        self._last = beat
+
+    @_harmless
+    def _look(self, service: Watched) -> None:
+        now = time.time()
+        self._places.put(Row("gauges", now, {TIME_AXIS: now, **self._gauges.look(service.status(""))}))
+
+    def failed(self, what: str) -> None:
+        """Within the handling of an exception. Each kind is told once."""
+        if what not in self._failed:
+            self._failed.add(what)
+            log.exception("counting failed in %s, and goes on with what comes next", what)
