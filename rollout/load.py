@@ -5,6 +5,7 @@ Where the engine has a process of its own, only that one imports torch.
 
 from __future__ import annotations
 
+import os
 import platform
 from collections import Counter
 
@@ -67,7 +68,15 @@ def load(config: WorkerConfig) -> Loaded:
         tokenizer_hash=tokenizer.hash if tokenizer else None,
     )
     served = Served(model, info.weight_version, info.weight_digest, registry, tokenizer)
-    return Loaded(handle, served, _summary(config, info, served))
+    return Loaded(handle, served, _summary(config, info, served), _processes(handle), _gpu_bytes(info))
+
+
+def _processes(handle: EngineHandle) -> tuple[int, ...]:
+    return (os.getpid(), handle.pid) if isinstance(handle, ProcessEngine) else (os.getpid(),)
+
+
+def _gpu_bytes(info: EngineInfo) -> int:
+    return sum(size for device, _, size in info.memory if device.startswith("cuda"))
 
 
 def _in_process(recipe: EngineRecipe) -> tuple[EngineHandle, EngineInfo]:

@@ -17,6 +17,9 @@ from engine.handle import EngineHandle
 from rollout.channel import BindError, Channel
 from rollout.config import WorkerConfig
 from rollout.curve import CurveKeys
+from rollout.metrics.gauges import Gauges
+from rollout.metrics.places import Places, open_places
+from rollout.metrics.watch import Metrics
 from rollout.service import Served, Service, Timeouts
 
 log = logging.getLogger(__name__)
@@ -31,11 +34,16 @@ class StartError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """handle: not started. summary: lines that say what was loaded."""
+    """handle: not started. summary: lines that say what was loaded. processes: this one, and that of the engine.
+
+    gpu_bytes: taken on the GPU.
+    """
 
     handle: EngineHandle
     served: Served
     summary: tuple[str, ...]
+    processes: tuple[int, ...] = ()
+    gpu_bytes: int = 0
 
 
 def run_worker(config: WorkerConfig, load: Callable[[WorkerConfig], Loaded]) -> int:
@@ -49,17 +57,27 @@ def run_worker(config: WorkerConfig, load: Callable[[WorkerConfig], Loaded]) -> 
     except (BindError, ValueError) as error:
         raise StartError(str(error)) from None
     try:
-        loaded = load(config)
-        loop = asyncio.new_event_loop()
-        try:
-            return loop.run_until_complete(_serve(config, channel, loaded))
-        finally:
-            _leave(loop)
+        with contextlib.closing(_open_places(config)) as places:
+            loaded = load(config)
+            metrics = Metrics(places, Gauges(loaded.processes, loaded.gpu_bytes), interval=config.metrics_interval)
+            loop = asyncio.new_event_loop()
+            try:
+                return loop.run_until_complete(_serve(config, channel, loaded, metrics))
+            finally:
+                _leave(loop)
     finally:
         channel.close(linger=0.0)
 
 
-async def _serve(config: WorkerConfig, channel: Channel, loaded: Loaded) -> int:
+def _open_places(config: WorkerConfig) -> Places:
+    try:
+        return open_places(config)
+    except OSError as error:
+        where = f"{config.metrics_host}:{config.metrics_port}"
+        raise StartError(f"--metrics-port: {where} cannot be served, {error.strerror}: choose another port") from None
+
+
+async def _serve(config: WorkerConfig, channel: Channel, loaded: Loaded, metrics: Metrics) -> int:
     service = Service(
         channel,
         loaded.handle,
@@ -68,6 +86,7 @@ async def _serve(config: WorkerConfig, channel: Channel, loaded: Loaded) -> int:
         timeouts=Timeouts(config.client_timeout, config.drain_timeout, config.ack_timeout),
         at_once=config.max_trajectories,
         max_waiting=config.max_waiting,
+        observer=metrics,
     )
     _catch_signals(service)
 
@@ -79,8 +98,15 @@ async def _serve(config: WorkerConfig, channel: Channel, loaded: Loaded) -> int:
             print("\n".join(lines), flush=True)
         if config.ready_file is not None:
             write_ready_file(config.ready_file, address=channel.address, boot_id=service.boot_id)
+        watching.append(asyncio.get_running_loop().create_task(metrics.watch(service)))
 
-    return 0 if await service.run(ready) else 1
+    watching: list[asyncio.Task[None]] = []
+    try:
+        return 0 if await service.run(ready) else 1
+    finally:
+        for task in watching:
+            task.cancel()
+        await asyncio.gather(*watching, return_exceptions=True)
 
 
 def _spare_the_collector() -> None:
