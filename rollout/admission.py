@@ -14,6 +14,7 @@ import msgpack
 from protocols.codec import encode
 from protocols.errors import Overloaded
 from protocols.fields import Group, Record
+from rollout.tokens import MAX_SEGMENTS
 
 if TYPE_CHECKING:
     from rollout.submitted import Member
@@ -137,19 +138,26 @@ def echoed_bytes(group: Group) -> int:
     return sum(len(frame) for frame in encode(group.sampling)) + len(msgpack.packb(group.metadata))
 
 
+def may_branch(group: Group) -> bool:
+    """Can the conversation be rendered anew, in a further segment?"""
+    template = group.template
+    return group.messages is not None and (template.on_user_turn, template.on_unstable) != ("keep", "refuse")
+
+
 def largest_record(group: Group, max_context: int) -> int:
     """Bytes of the largest record that a sample of `group` can become. Named rewards are counted as a few."""
     length, prompt = longest(group, max_context), len(group.prompt)
-    sampled = max(0, length - prompt)
+    segments = MAX_SEGMENTS if may_branch(group) else 1
+    sampled = segments * max(0, length - prompt)
     per_token = 4 + 1 + 4 + 1 + 4 * (len(group.sampling.logprobs) - 1)
     turns = len(group.environment.script) + 1
     if group.environment.name != "scripted":
         turns = min(group.budget.max_turns or sampled, sampled // TURN_TOKENS + 1)
     return (
         RECORD_OVERHEAD
-        + RUNS_BYTES
+        + RUNS_BYTES * segments
         + echoed_bytes(group)
-        + length * per_token
+        + length * segments * per_token
         + prompt * 4 * group.sampling.prompt_logprobs
         + sampled * 8 * group.sampling.top_logprobs
         + turns * TURN_BYTES

@@ -75,7 +75,10 @@ class Batches:
         )
         known, new = [], []
         for i, spec in enumerate(submit.groups):
-            content = fingerprint(spec.model_copy(update={"trajectory_ids": (), "sample_indices": None}))
+            asked: dict[str, object] = {"trajectory_ids": (), "sample_indices": None}
+            if spec.messages is not None:
+                asked["prompt"] = spec.prompt[:0]  # a template may print the date, and a repeat come after midnight
+            content = fingerprint(spec.model_copy(update=asked))
             group = batch.groups.get(spec.id)
             if group is not None and group.content != content:
                 raise Duplicate("a group of this id and other content is open", field=f"groups[{i}].id")

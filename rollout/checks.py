@@ -12,9 +12,10 @@ from protocols.errors import BadRequest, PromptTooLong
 from protocols.fields import Environment, Group, Limits, ModelInfo, Sampling
 from protocols.requests import Score, SubmitBatch
 from rollout.admission import largest_record
+from rollout.chat.accept import declared
 from rollout.environments.checks import outside_of
 
-CAPABILITIES = ("scripted", "remote", "plugins", "score", "drain", "abort")
+CAPABILITIES = ("scripted", "remote", "plugins", "chat", "score", "drain", "abort")
 """What `welcome` lists. Refused by name until listed: early_cut, resume, sleep, keep_kv, recompute_kv."""
 
 Ids = npt.NDArray[np.integer]
@@ -64,20 +65,22 @@ def check_score(score: Score, *, model: ModelInfo, limits: Limits) -> None:
 
 
 def _check_group(group: Group, model: ModelInfo, limits: Limits, resolve: Callable[[Environment], object]) -> None:
-    length = len(group.prompt)
+    length, source = len(group.prompt), "prompt" if group.messages is None else "messages"
     if length >= model.max_context:
         raise PromptTooLong(
-            f"{length} tokens leave no room for a sampled one in a context of {model.max_context}", field="prompt"
+            f"{length} tokens leave no room for a sampled one in a context of {model.max_context}", field=source
         )
     total = group.budget.max_total_tokens
     if total is not None and total <= length:
         raise BadRequest(f"{total} leaves no room after a prompt of {length}", field="budget.max_total_tokens")
-    _check_ids(group.prompt, "prompt", model)
+    _check_ids(group.prompt, source, model)
     _check_sampling(group.sampling, model)
     try:
-        resolve(group.environment)
+        factory = resolve(group.environment)
     except BadRequest as error:
         raise BadRequest(error.message, field="environment.name") from None
+    if group.messages is None and declared(factory, "chat_roles"):
+        raise BadRequest(f"environment {group.environment.name!r} goes on in messages: submit messages", field="prompt")
     for k, turn in enumerate(group.environment.script):
         for name, ids in (("glue", turn.glue), ("observation", turn.observation)):
             if ids is not None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from protocols import requests
 from protocols.errors import EngineDead, Internal, NotReady, Paused, RolloutError, ShuttingDown
 from protocols.replies import ErrorReply, Ok, Pong, ReplyMessage, Welcome, WorkerStatus
+from rollout.chat.accept import has_messages, with_prompts
 from rollout.checks import CAPABILITIES, check_submit, lacking
 from rollout.outbox import Event
 from rollout.sessions import Connection
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Handler = Callable[[Connection, Any], ReplyMessage | None]
-Call = Coroutine[Any, Any, ReplyMessage]
+Call = Coroutine[Any, Any, ReplyMessage | None]
 
 
 class Handlers:
@@ -95,8 +96,21 @@ class Handlers:
             self._service.batches.acknowledge(session, request.trajectory_ids)
 
     def _submit(self, connection: Connection, request: requests.SubmitBatch) -> None:
-        service = self._service
         self._refuse_new_work()
+        if has_messages(request):
+            self._spawn(connection, request, self._submit_chat(connection, request))
+        else:
+            self._accept(connection, request)
+
+    async def _submit_chat(self, connection: Connection, request: requests.SubmitBatch) -> None:
+        """To render thousands of messages takes a second: that is no time to stop everything else for."""
+        service = self._service
+        rendered = await asyncio.to_thread(with_prompts, request, service.chat, service.environments.resolve)
+        self._refuse_new_work()
+        self._accept(connection, rendered)
+
+    def _accept(self, connection: Connection, request: requests.SubmitBatch) -> None:
+        service = self._service
         check_submit(request, model=service.model, limits=service.limits, resolve=service.environments.resolve)
         accepted = service.batches.accept(connection.session, request)
         service.reply(connection.peer, accepted)
@@ -178,6 +192,8 @@ class Handlers:
             except Exception as error:
                 self._service.refuse(connection.peer, request.id, error)
             else:
+                if reply is None:
+                    return
                 if bulk:
                     connection.sender.put(Event(("reply", request.id), lambda: reply))
                 else:

@@ -20,6 +20,7 @@ from engine.progress import LoggedProgress
 from engine.recipe import EngineRecipe
 from engine.thread import ThreadEngine
 from protocols.fields import ModelInfo
+from rollout.chat.format import ChatFormat
 from rollout.config import WorkerConfig
 from rollout.environments.registry import Registry
 from rollout.service import Served
@@ -35,6 +36,7 @@ def load(config: WorkerConfig) -> Loaded:
     try:
         registry = Registry.load(config.env)
         tokenizer = Tokenizer.load(config.weights)
+        chat = ChatFormat.load(config.weights, tokenizer)
         model_config = read_model_config(config.weights)
         engine_config = EngineConfig(
             max_running=config.max_running,
@@ -67,7 +69,7 @@ def load(config: WorkerConfig) -> Loaded:
         eos_ids=info.model.eos_ids,
         tokenizer_hash=tokenizer.hash if tokenizer else None,
     )
-    served = Served(model, info.weight_version, info.weight_digest, registry, tokenizer)
+    served = Served(model, info.weight_version, info.weight_digest, registry, tokenizer, chat)
     return Loaded(handle, served, _summary(config, info, served), _processes(handle), _gpu_bytes(info))
 
 

@@ -15,6 +15,8 @@ from protocols.fields import STATUS_OF, ModelInfo, Record, TrajectoryReason, Tru
 from protocols.replies import TurnDone
 from protocols.requests import Continue
 from rollout.async_engine import AsyncEngine
+from rollout.chat.conversation import Conversation
+from rollout.chat.format import ChatFormat
 from rollout.environments.base import Context, EnvironmentFactory, Rewards, TextCodec
 from rollout.environments.guard import PATIENCE, Guard, Patience
 from rollout.mailbox import Mailbox
@@ -39,6 +41,7 @@ class Rollout:
         model: ModelInfo,
         on_turn: Callable[[TurnDone], None],
         tokenizer: TextCodec | None = None,
+        chat: ChatFormat | None = None,
         patience: Patience = PATIENCE,
     ) -> None:
         loop = asyncio.get_running_loop()
@@ -46,6 +49,7 @@ class Rollout:
         self._engine = engine
         self._model = model
         self._tokenizer = tokenizer
+        self._chat = chat
         self._trajectory = Trajectory(spec, model)
         self._mailbox = Mailbox(spec.trajectory_id, model.vocab_size, on_turn)
         self._environment = Guard(
@@ -188,4 +192,12 @@ class Rollout:
             config=copy.deepcopy(group.environment.config),
             purpose=group.purpose,
             tokenizer=self._tokenizer,
+            chat=self._conversation(),
         )
+
+    def _conversation(self) -> Conversation | None:
+        group = self._spec.group
+        if self._chat is None or group.messages is None:
+            return None
+        form = self._chat.form(group.tools, group.template.options)
+        return Conversation(form, copy.deepcopy(group.messages), group.prompt, group.template)

@@ -25,6 +25,7 @@ from rollout.admission import Admission
 from rollout.async_engine import AsyncEngine
 from rollout.batches import Batches
 from rollout.channel import Channel
+from rollout.chat.format import ChatFormat
 from rollout.environments.base import Rewards, TextCodec
 from rollout.environments.registry import Registry
 from rollout.handlers import Handlers, as_error_reply
@@ -54,6 +55,7 @@ class Served:
     weight_digest: str
     environments: Registry
     tokenizer: TextCodec | None = None
+    chat: ChatFormat | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,7 @@ class Service:
         self.version = _version()
         self.model = served.model
         self.environments = served.environments
+        self.chat = served.chat
         self.limits = limits.model_copy(update={"max_context": served.model.max_context})
         self.engine = AsyncEngine(handle)
         self.paused = self.draining = self.stopping = False
@@ -183,6 +186,7 @@ class Service:
             model=self.model,
             on_turn=on_turn,
             tokenizer=self._tokenizer,
+            chat=self.chat,
         )
 
     def _untouched(self, spec: TrajectorySpec, end: End) -> Record:
