@@ -55,7 +55,7 @@ class Tokenizer:
             self._whole = FastTokenizer.from_str(source.decode())
             added = spec.get("added_tokens") or ()
             self._added = {token["content"]: int(token["id"]) for token in added}
-            self.control = {content: id for content, id in self._added.items() if content.strip()}
+            self.control = {text: index for text, index in self._added.items() if text.strip()}
             self.reserved = frozenset(token["content"] for token in added if token.get("special"))
             secret = secrets.token_hex(16)
             self._hidden = {content: f"{secret} {content}" for content in self.control}

@@ -28,7 +28,7 @@ from protocols.fields import (
 from rollout.environments.base import Rewards, TurnResult
 from rollout.failures import wire_error
 from rollout.sampling import engine_params, stop_rule
-from rollout.tokens import Tokens, fault
+from rollout.tokens import MAX_SEGMENTS, Tokens, fault
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +72,6 @@ class Answer:
     max_tokens: int | None = None
     done: bool = False
     reward: float | None = None
-
-
-MAX_SEGMENTS = 8
-"""Of one trajectory: room for the largest possible record is reserved when it starts."""
 
 
 @dataclass(frozen=True, slots=True)

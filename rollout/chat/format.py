@@ -97,6 +97,18 @@ class Form:
         self._frames: dict[tuple[str, ...], tuple[str, str]] = {}
         self._proofs: dict[tuple[str, ...], _Proof] = {}
 
+    @property
+    def control(self) -> frozenset[int]:
+        """Ids of the added tokens."""
+        return self._chat.control
+
+    def decode(self, ids: IntArray) -> str:
+        return self._chat.tokenizer.decode(ids)
+
+    def prove(self, roles: Sequence[str]) -> None:
+        """Can messages of these roles follow any sampled turn? Raises ChatError, saying what stands against it."""
+        self._follow([{"role": role, "content": "text"} for role in roles])
+
     def prompt(self, messages: Sequence[Message]) -> IntArray:
         """int32[L]: the conversation, up to where the assistant is to answer. Raises ChatError."""
         marks = Marks(self._chat.vocabulary)
@@ -131,7 +143,7 @@ class Form:
         start = len(whole) - len(rest)
         if start <= 0 or not np.array_equal(whole[start:], rest):
             return whole, nothing
-        return whole[:start], Suffix(EMPTY, suffix.glue, suffix.observation, suffix.opening)
+        return whole[:start], suffix
 
     def opens_reasoning(self) -> bool:
         """Does the template itself begin the reasoning, so that a turn starts inside of `<think>`?"""
@@ -145,7 +157,7 @@ class Form:
         ids = encoded.ids
         # A template without an end of its own (GLM's) lets the beginning of the next message end the turn.
         ends = int((encoded.last == 0).sum()) if closing else 1
-        controls = (i for i, id in enumerate(ids[:ends].tolist()) if id in self._chat.control)
+        controls = (i for i, token in enumerate(ids[:ends].tolist()) if token in self._chat.control)
         closed = next(controls, -1) + 1
         start = max(closed, int((encoded.last < 2).sum()))
         stop = max(start, int((encoded.first < len(pieces) - 1).sum()))

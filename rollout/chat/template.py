@@ -79,7 +79,8 @@ class ChatTemplate:
         variables = {**self._variables, **options}
         given = {"messages": list(messages), "tools": list(tools) or None, "documents": None}
         try:
-            return compiled.render(**{**variables, **given, "add_generation_prompt": add_generation_prompt})
+            text: str = compiled.render(**{**variables, **given, "add_generation_prompt": add_generation_prompt})
+            return text
         except Exception as error:  # a template is a program, and may fail as one
             raise ChatError(f"the chat template does not take these messages: {error}") from error
 
@@ -94,7 +95,7 @@ class ChatTemplate:
 
 
 class _Generation(Extension):
-    """`{% generation %}...{% endgeneration %}`, which marks what an assistant says: rendered as if it were not there."""
+    """`{% generation %}...{% endgeneration %}`, which marks what an assistant says: rendered as if not there."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2's own form)
 

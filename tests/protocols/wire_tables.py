@@ -29,8 +29,8 @@ from protocols.work import Budget, Environment, Group, Sampling, ScriptedTurn, T
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "wire.md"
 PARTS = (
-    Group, Template, Sampling, Environment, ScriptedTurn, Budget, Record, Segment, Turn, Times, Truncation, Failure, Limits,
-    ModelInfo,
+    Group, Template, Sampling, Environment, ScriptedTurn, Budget, Record, Segment, Turn, Times, Truncation, Failure,
+    Limits, ModelInfo,
 )  # fmt: skip
 
 

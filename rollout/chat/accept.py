@@ -1,0 +1,67 @@
+"""Submitted messages become prompts: once a group, before it is accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from protocols.errors import BadRequest
+from protocols.fields import Environment, Group
+from protocols.requests import SubmitBatch
+from rollout.chat.errors import ChatError
+from rollout.chat.format import ChatFormat
+from rollout.chat.messages import checked_prompt, checked_tools
+
+Resolve = Callable[[Environment], object]
+"""What makes a group's environments; see Registry."""
+
+
+def has_messages(submit: SubmitBatch) -> bool:
+    return any(group.messages is not None for group in submit.groups)
+
+
+def with_prompts(submit: SubmitBatch, chat: ChatFormat | None, resolve: Resolve) -> SubmitBatch:
+    """The same with the prompt of every group that has messages, and its messages and tools in the templates' form.
+
+    Safe to run on a thread. Raises BadRequest, naming the group's field: what the template does not take, and, where
+    the environment goes on with messages, what it could not append after a sampled turn.
+    """
+    groups = []
+    for i, group in enumerate(submit.groups):
+        try:
+            groups.append(group if group.messages is None else _with_prompt(group, chat, resolve))
+        except BadRequest as error:
+            raise BadRequest(error.message, field=f"groups[{i}].{error.field}") from None
+    return submit.model_copy(update={"groups": tuple(groups)})
+
+
+def declared(factory: object, name: str) -> Any:
+    """What an environment's class says of itself; () where it says nothing. It may stand behind a stand-in."""
+    return getattr(factory, name, ()) or getattr(getattr(factory, "factory", None), name, ())
+
+
+def _with_prompt(group: Group, chat: ChatFormat | None, resolve: Resolve) -> Group:
+    if chat is None:
+        raise BadRequest("the checkpoint has no chat template (or no tokenizer.json): send a prompt", field="messages")
+    factory = resolve(group.environment)
+    messages = checked_prompt(group.messages or ())
+    tools = checked_tools(group.tools or _tools(factory, group))
+    form = chat.form(tools, group.template.options)
+    prompt = form.prompt(messages)
+    if group.template.on_unstable == "refuse":
+        for role in declared(factory, "chat_roles"):
+            for roles in ((role,), (role, role)) if role == "tool" else ((role,),):
+                try:
+                    form.prove(roles)
+                except ChatError as error:
+                    raise BadRequest(
+                        f"a message of role {role!r} cannot be appended to a sampled turn: {error.message}; "
+                        "ask for on_unstable 'branch' to have the conversation rendered anew at each such turn",
+                        field="template.on_unstable",
+                    ) from None
+    return group.model_copy(update={"prompt": prompt, "messages": messages, "tools": tools})
+
+
+def _tools(factory: object, group: Group) -> Any:
+    schemas = declared(factory, "tool_schemas")
+    return schemas(group.environment.config) if callable(schemas) else schemas
