@@ -7,7 +7,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable
-from typing import Concatenate, Literal, ParamSpec, Protocol, cast
+from typing import Literal, ParamSpec, Protocol
 
 from protocols.fields import Record
 from protocols.replies import WorkerStatus
@@ -37,19 +37,22 @@ class Watched(Protocol):
     def status(self, request_id: str) -> WorkerStatus: ...
 
 
-def _harmless(
-    method: Callable[Concatenate[Metrics, P], None],
-) -> Callable[Concatenate[Metrics, P], None]:
+def _harmless(method: Callable[P, None]) -> Callable[P, None]:
     """A fault in counting must cost a number, not a trajectory."""
 
-    @functools.wraps(method)
-    def call(self: Metrics, *args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            method(self, *args, **kwargs)
-        except Exception:
-            self.failed(method.__name__)
+    told = False
 
-    return cast(Callable[Concatenate[Metrics, P], None], call)
+    @functools.wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> None:
+        nonlocal told
+        try:
+            method(*args, **kwargs)
+        except Exception:
+            if not told:
+                log.exception("counting failed in %s, and goes on with what comes next", method.__name__)
+            told = True
+
+    return call
 
 
 class Metrics:
@@ -61,7 +64,6 @@ class Metrics:
         self._interval = interval
         self._rounds = Rounds()
         self._last: Beat | None = None
-        self._failed: set[str] = set()
 
     # What happens.
 
@@ -127,9 +129,3 @@ class Metrics:
     def _look(self, service: Watched) -> None:
         now = time.time()
         self._places.put(Row("gauges", now, {TIME_AXIS: now, **self._gauges.look(service.status(""))}))
-
-    def failed(self, what: str) -> None:
-        """Within the handling of an exception. Each kind is told once."""
-        if what not in self._failed:
-            self._failed.add(what)
-            log.exception("counting failed in %s, and goes on with what comes next", what)
