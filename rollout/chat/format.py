@@ -92,18 +92,18 @@ class Form:
 
     def __init__(self, chat: ChatFormat, tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> None:
         self._chat = chat
-        self._tools = tools
-        self._options = options
+        self.tools = tools
+        self.options = options
         self._frames: dict[tuple[str, ...], tuple[str, str]] = {}
         self._proofs: dict[tuple[str, ...], _Proof] = {}
 
     @property
     def control(self) -> frozenset[int]:
         """Ids of the added tokens."""
-        return self._chat.control
+        return self.chat.control
 
     def decode(self, ids: IntArray) -> str:
-        return self._chat.tokenizer.decode(ids)
+        return self.chat.tokenizer.decode(ids)
 
     def prove(self, roles: Sequence[str]) -> None:
         """Can messages of these roles follow any sampled turn? Raises ChatError, saying what stands against it."""
@@ -111,16 +111,16 @@ class Form:
 
     def prompt(self, messages: Sequence[Message]) -> IntArray:
         """int32[L]: the conversation, up to where the assistant is to answer. Raises ChatError."""
-        marks = Marks(self._chat.vocabulary)
-        text = self._render([marks.message(message) for message in messages], [marks.schema(t) for t in self._tools])
-        return self._chat.tokenizer.encode_pieces(marks.reveal(text)).ids
+        marks = Marks(self.chat.vocabulary)
+        text = self._render([marks.message(message) for message in messages], [marks.schema(t) for t in self.tools])
+        return self.chat.tokenizer.encode_pieces(marks.reveal(text)).ids
 
     def suffix(self, messages: Sequence[Message]) -> Suffix:
         """What the template puts between any sampled turn and the next, for `messages` to be said between them.
 
         Raises ChatError where that depends on what was sampled or said before.
         """
-        marks = Marks(self._chat.vocabulary)
+        marks = Marks(self.chat.vocabulary)
         followed = self._follow([marks.message(message) for message in messages])
         text = followed.text
         head, tail = self._frame(messages)
@@ -153,11 +153,11 @@ class Form:
     def _split(self, closing: str, head: str, contents: list[Piece], tail: str) -> Suffix:
         """A token across the border between frame and content counts as content."""
         pieces = [Piece(closing, frame=True), Piece(head, frame=True), *contents, Piece(tail, frame=True)]
-        encoded = self._chat.tokenizer.encode_pieces(pieces)
+        encoded = self.chat.tokenizer.encode_pieces(pieces)
         ids = encoded.ids
         # A template without an end of its own (GLM's) lets the beginning of the next message end the turn.
         ends = int((encoded.last == 0).sum()) if closing else 1
-        controls = (i for i, token in enumerate(ids[:ends].tolist()) if token in self._chat.control)
+        controls = (i for i, token in enumerate(ids[:ends].tolist()) if token in self.chat.control)
         closed = next(controls, -1) + 1
         start = max(closed, int((encoded.last < 2).sum()))
         stop = max(start, int((encoded.first < len(pieces) - 1).sum()))
@@ -188,13 +188,13 @@ class Form:
 
     def _prove(self, messages: Sequence[Message]) -> _Proof:
         try:
-            followed = follow(self._renderer(self._tools), messages)
+            followed = follow(self._renderer(self.tools), messages)
             # Tools hardly ever make a difference here, and each rendering would print them.
-            if self._tools and follow(self._renderer(()), messages) == followed:
+            if self.tools and follow(self._renderer(()), messages) == followed:
                 return _Proof((), followed.taken)
         except ChatError:
-            return _Proof(self._tools, ())
-        return _Proof(self._tools, followed.taken)
+            return _Proof(self.tools, ())
+        return _Proof(self.tools, followed.taken)
 
     def _renderer(self, tools: Sequence[Mapping[str, Any]]) -> Render:
         return lambda messages, opened: self._render(messages, tools, opened=opened)
@@ -202,4 +202,4 @@ class Form:
     def _render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, opened: bool = True
     ) -> str:
-        return self._chat.template.render(messages, tools=tools, options=self._options, add_generation_prompt=opened)
+        return self.chat.template.render(messages, tools=tools, options=self.options, add_generation_prompt=opened)
