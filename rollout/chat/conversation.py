@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
 from engine.request import IntArray
 from protocols.fields import Template
 from rollout.chat.errors import ChatError
-from rollout.chat.format import Form, Suffix
+from rollout.chat.format import ChatFormat, Form, Suffix
 from rollout.chat.messages import Message, checked_messages
 from rollout.environments.base import Step, TurnResult
+
+
+class SharedFormat(Protocol):
+    """A format that several processes can read (environments/pool.py)."""
+
+    def get(self) -> ChatFormat: ...
 
 
 class Conversation:
@@ -25,8 +31,11 @@ class Conversation:
         self.messages = list(messages)
         self.form = form
         self._held = prompt
-        self._on_user_turn: Literal["keep", "drop"] = template.on_user_turn
-        self._on_unstable: Literal["refuse", "branch"] = template.on_unstable
+        self._template = template
+
+    def sent(self, share: Callable[[ChatFormat], SharedFormat]) -> Conversation:
+        """The same, for another process: pickled it holds no tokenizer, but where that is shared."""
+        return _Sent(share(self.form.chat), self.form, self.messages, self._held, self._template)
 
     def text(self, turn: TurnResult) -> str:
         """What the turn says, without the control token that ended it."""
@@ -70,11 +79,11 @@ class Conversation:
         self, turn: TurnResult, held: IntArray, new: Sequence[Message]
     ) -> tuple[IntArray | None, IntArray, Suffix]:
         """Ids of the branch, if one is needed, the glue, and the rest."""
-        if self._on_user_turn == "keep" or all(message["role"] != "user" for message in new):
+        if self._template.on_user_turn == "keep" or all(message["role"] != "user" for message in new):
             try:
                 suffix = self.form.suffix(new)
             except ChatError:
-                if self._on_unstable == "refuse":
+                if self._template.on_unstable == "refuse":
                     raise
             else:
                 return None, suffix.after(turn.token_ids), suffix
@@ -83,3 +92,28 @@ class Conversation:
             if np.array_equal(past, same) and len(suffix.glue):
                 return None, suffix.after(turn.token_ids), suffix
         return past, suffix.glue, suffix
+
+
+class _Sent(Conversation):
+    """Unpickled it is a `Conversation`."""
+
+    def __init__(
+        self, shared: SharedFormat, form: Form, messages: Sequence[Message], prompt: IntArray, template: Template
+    ) -> None:
+        super().__init__(form, messages, prompt, template)
+        self._shared = shared
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        form = self.form
+        return _received, (self._shared, form.tools, form.options, self.messages, self._held, self._template)
+
+
+def _received(
+    shared: SharedFormat,
+    tools: Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any],
+    messages: Sequence[Message],
+    prompt: IntArray,
+    template: Template,
+) -> Conversation:
+    return Conversation(shared.get().form(tools, options), messages, prompt, template)

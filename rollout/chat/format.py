@@ -60,6 +60,9 @@ class ChatFormat:
         self._forms: OrderedDict[bytes, Form] = OrderedDict()
         self._lock = threading.Lock()
 
+    def __reduce__(self) -> tuple[type[ChatFormat], tuple[ChatTemplate, Tokenizer]]:
+        return ChatFormat, (self.template, self.tokenizer)
+
     @classmethod
     def load(cls, checkpoint: str | Path, tokenizer: Tokenizer | None) -> ChatFormat | None:
         """None where the checkpoint has no tokenizer or no template. Raises ValueError, naming the file."""
@@ -91,7 +94,7 @@ class Form:
     """What the conversations with the same tools and template options share."""
 
     def __init__(self, chat: ChatFormat, tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> None:
-        self._chat = chat
+        self.chat = chat
         self.tools = tools
         self.options = options
         self._frames: dict[tuple[str, ...], tuple[str, str]] = {}

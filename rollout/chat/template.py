@@ -34,6 +34,9 @@ class ChatTemplate:
         self._source = dict(source)
         self._variables = dict(variables or {})
 
+    def __reduce__(self) -> tuple[type[ChatTemplate], tuple[dict[str, str], dict[str, str]]]:
+        return ChatTemplate, (self._source, self._variables)
+
     @classmethod
     def load(cls, checkpoint: str | Path) -> ChatTemplate | None:
         """Of a checkpoint directory; None where it has none. Raises ValueError, naming the file."""
