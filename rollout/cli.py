@@ -7,42 +7,94 @@ import logging
 import os
 import signal
 import sys
-import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType, UnionType
-from typing import Any, Literal, NoReturn
-
-from pydantic import ValidationError
-from pydantic.fields import FieldInfo
+from types import FrameType
+from typing import Any, NoReturn
 
 from rollout.config import WorkerConfig
+from rollout.config_file import write_config
+from rollout.logs import set_up_logs
+from rollout.options import OptionError, Options, read_options, suggestion
+from rollout.parser import NAME, build_parser, flags
 from rollout.start import Loaded, StartError, run_worker
-
-NAME = "rollout-worker"
+from rollout.versions import ours
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code: 0, or 1 for what goes wrong. Exits with 2, argparse's code, if an option is wrong."""
-    return run(parse(sys.argv[1:] if argv is None else argv), _load)
+    argv = sys.argv[1:] if argv is None else argv
+    # A worker's options all begin with a dash, so a word in front is a command.
+    if list(argv[:1]) == ["checksum"]:
+        from rollout import checksum
+
+        return checksum.main(argv[1:])
+    parser = _worker_parser()
+    given = parse_known(parser, argv)
+    print_config = given.pop("print_config", False)
+    options = read(parser, given)
+    if print_config:
+        print(f"# {NAME} {ours()}\n{write_config(options.config, options.origins)}", end="")
+        return 0
+    return run(options.config, _load)
 
 
 def run(config: WorkerConfig, load: Callable[[WorkerConfig], Loaded]) -> int:
     """A worker from its start to its end, over the engine that `load` makes. Returns the exit code."""
-    logging.basicConfig(
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=config.log_level.upper(), stream=sys.stderr
-    )
-    # Modules named by --env tend to be in the working directory, where a console script does not look.
-    if not {"", os.getcwd()} & set(sys.path):
-        sys.path.insert(0, os.getcwd())
+    set_up_logs(config.log_level, config.log_format)
+    find_modules_here()
     # Until there is something to drain, either signal simply ends the start.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
     try:
         return run_worker(config, load)
     except StartError as error:
-        print(f"{NAME}: {error}", file=sys.stderr)
+        if config.log_format == "json":
+            logging.getLogger(NAME).critical("%s", error)
+        else:
+            print(f"{NAME}: {error}", file=sys.stderr)
         return 1
+
+
+def parse(argv: Sequence[str]) -> WorkerConfig:
+    """Exits with code 2 and a message if an option is wrong."""
+    parser = _worker_parser()
+    return read(parser, parse_known(parser, argv)).config
+
+
+def parse_known(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
+    """Option name -> value as given. Exits with code 2 for what the parser does not know, with a suggestion."""
+    found, unknown = parser.parse_known_args(argv)
+    if unknown:
+        name = next((part for part in unknown if part.startswith("-")), unknown[0]).partition("=")[0]
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{suggestion(name, flags(parser))}")
+    return vars(found)
+
+
+def read(parser: argparse.ArgumentParser, given: dict[str, Any], **fallback: Any) -> Options:
+    """What is given, the environment and the file as one. Exits with code 2 and a message if something is wrong."""
+    file: Path | None = given.pop("config", None)
+    try:
+        return read_options(given, file, fallback=fallback)
+    except OptionError as error:
+        parser.error(str(error))
+
+
+def find_modules_here() -> None:
+    """Modules named by --env tend to be in the working directory, where a console script does not look."""
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.insert(0, os.getcwd())
+
+
+def _worker_parser() -> argparse.ArgumentParser:
+    parser = build_parser()
+    parser.add_argument(
+        "--print-config",
+        action="store_true",
+        help="print every option, its value and where that came from, as YAML for --config, and end",
+    )
+    parser.add_argument("--version", action="version", version=f"{NAME} {ours()}")
+    return parser
 
 
 def _load(config: WorkerConfig) -> Loaded:
@@ -50,88 +102,6 @@ def _load(config: WorkerConfig) -> Loaded:
     from rollout.load import load
 
     return load(config)
-
-
-def parse(argv: Sequence[str]) -> WorkerConfig:
-    """Exits with code 2 and a message if an option is wrong."""
-    parser = build_parser()
-    given = vars(parser.parse_args(argv))
-    try:
-        return WorkerConfig(**given)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        name = str(first["loc"][0]) if first["loc"] else ""
-        option = _flag(name) if name else ""
-        if first["type"] == "missing":
-            parser.error(f"{option} is required")
-        if name and name not in given:
-            option = f"ROLLOUT_WORKER_{name.upper()}"
-        parser.error(f"{option}: {_reason(first)}" if option else _reason(first))
-
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=NAME,
-        usage=f"{NAME} --weights PATH [options]; {NAME} --help lists them",
-        description="Runs batches of agent trajectories for a trainer, on one engine, over ZeroMQ.",
-        epilog="Every option is also read from the environment: --kv-tokens from ROLLOUT_WORKER_KV_TOKENS.",
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-    )
-    groups: dict[str, argparse._ArgumentGroup] = {}
-    for name, field in WorkerConfig.model_fields.items():
-        extra = typing.cast(dict[str, str], field.json_schema_extra)
-        title = extra["group"]
-        group = groups.get(title) or groups.setdefault(title, parser.add_argument_group(title))
-        group.add_argument(_flag(name), **_argument(field, extra["unit"]))
-    return parser
-
-
-def _argument(field: FieldInfo, unit: str) -> dict[str, Any]:
-    """What argparse needs to know; values stay text, the model reads them."""
-    kind = field.annotation
-    notes = [unit] if unit else []
-    if not field.is_required() and field.default not in (None, ()):
-        notes.append(f"default {_shown(field.default, unit)}")
-    text = f"{field.description} ({', '.join(notes)})" if notes else str(field.description)
-    arguments: dict[str, Any] = {"help": text.replace("%", "%%")}
-    if kind is bool:
-        return arguments | {"action": argparse.BooleanOptionalAction}
-    if typing.get_origin(kind) is Literal:
-        return arguments | {"choices": typing.get_args(kind)}
-    if typing.get_origin(kind) is tuple:
-        return arguments | {"action": "append", "metavar": "NAME=MODULE:CLASS"}
-    return arguments | {"metavar": _metavar(kind, unit)}
-
-
-def _shown(default: Any, unit: str) -> str:
-    if isinstance(default, bool):
-        return "on" if default else "off"
-    if unit.startswith("bytes"):
-        size, power = default, 0
-        while size % 1024 == 0:
-            size, power = size // 1024, power + 1
-        return f"{size}{('', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
-    return f"{default:g}" if isinstance(default, float) else str(default)
-
-
-def _metavar(kind: Any, unit: str) -> str:
-    if unit.startswith("bytes"):
-        return "SIZE"
-    if unit == "s":
-        return "SECONDS"
-    members = (
-        typing.get_args(kind) if isinstance(kind, UnionType) or typing.get_origin(kind) is typing.Union else (kind,)
-    )
-    return "N" if int in members else "PATH" if Path in members else "ADDRESS" if kind is str else "TEXT"
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-def _reason(error: Any) -> str:
-    return str(error["msg"]).removeprefix("Value error, ")
 
 
 def _leave(number: int, _: FrameType | None) -> NoReturn:

@@ -1,6 +1,7 @@
-"""The worker's options: one model that the command line, the environment (and later a file) fill in.
+"""The worker's options and what they may be. Where their values come from is said in options.py.
 
-Each field's `json_schema_extra` says which group of `--help` it belongs to and its unit.
+Each field's `json_schema_extra` says which group of `--help` it belongs to and its unit. No option holds a secret:
+keys are in files that options name, so that a configuration can be printed and kept.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from protocols.fields import Limits
 from rollout.curve import is_local
@@ -28,8 +29,36 @@ def parse_bytes(value: Any) -> Any:
     return int(float(match[1]) * UNITS[match[2].upper()])
 
 
+def shown_size(size: int) -> str:
+    """`2GiB`: the text that `parse_bytes` reads back as this number."""
+    power = 0
+    while size and size % 1024 == 0 and power < 4:
+        size, power = size // 1024, power + 1
+    return f"{size}{('', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+
+
+def flag(name: str) -> str:
+    """An option's name as it is written on the command line."""
+    return f"--{name.replace('_', '-')}"
+
+
+def split(value: Any) -> Any:
+    """A list that is written as text has commas."""
+    return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+
+
+def at_home(path: Path) -> Path:
+    """`~`, which shells leave as it is in files, variables and behind an equals sign."""
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+File = Annotated[Path, AfterValidator(at_home)]
+Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split)]
 
 
 def option(default: Any, group: str, description: str, *, unit: str = "", **limits: Any) -> Any:
@@ -37,11 +66,16 @@ def option(default: Any, group: str, description: str, *, unit: str = "", **limi
 
 
 class WorkerConfig(BaseSettings):
-    """Raises ValidationError, naming the option. What is not given is read from ROLLOUT_WORKER_<OPTION>."""
+    """Raises ValidationError, naming the option. What is not given has its default."""
 
-    model_config = SettingsConfigDict(env_prefix="ROLLOUT_WORKER_", frozen=True, extra="forbid")
+    model_config = SettingsConfigDict(env_prefix="ROLLOUT_WORKER_", env_ignore_empty=True, frozen=True, extra="forbid")
 
-    weights: Path = option(
+    @classmethod
+    def settings_customise_sources(cls, *_: Any, **sources: Any) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Only what is handed over: options.py puts the sources together, and remembers which said what."""
+        return (sources["init_settings"],)
+
+    weights: File = option(
         ..., "model", "checkpoint directory: config.json, safetensors; tokenizer.json only where text is used"
     )
     device: Literal["cpu", "cuda"] = option("cpu", "model", "where the model runs")
@@ -56,11 +90,14 @@ class WorkerConfig(BaseSettings):
     max_running: int = option(64, "engine", "requests in one step", unit="requests", gt=0)
     max_step_tokens: int = option(2048, "engine", "tokens computed in one step", unit="tokens", gt=0)
     kv_tokens: int | None = option(
-        None, "engine", "KV cache; without it every running request fits, in half of free memory", unit="tokens", gt=0
+        None, "engine", "KV cache; without it all that run can be longest, if memory is there", unit="tokens", gt=0
     )
     kv_memory: Bytes | None = option(None, "engine", "KV cache, instead of --kv-tokens", unit="bytes, or 2GiB")
     prefix_cache: bool = option(True, "engine", "share the KV of equal prefixes")
     overlap: bool = option(True, "engine", "launch a step before the result of the one before is read")
+    decode_path: Literal["auto", "graph", "eager"] = option(
+        "auto", "engine", "decode steps replay CUDA graphs or launch each kernel; auto: graphs on cuda"
+    )
     engine_process: Literal["auto", "thread", "process"] = option(
         "auto",
         "engine",
@@ -68,16 +105,16 @@ class WorkerConfig(BaseSettings):
     )
 
     bind: str = option("tcp://127.0.0.1:5555", "address", "ZeroMQ address; port 0 is chosen by the system")
-    curve_secret: Path | None = option(
+    curve_secret: File | None = option(
         None, "address", "CURVE key file (.key_secret) of the worker; required beyond this machine"
     )
-    curve_clients: Path | None = option(
+    curve_clients: File | None = option(
         None, "address", "directory of the .key files of clients to let in; without it all that know our public key"
     )
     heartbeat_timeout: Seconds = option(
         60.0, "address", "a host that has gone silent on the network is disconnected after this", unit="s"
     )
-    ready_file: Path | None = option(None, "address", "write address, process id and boot id here, as JSON, when ready")
+    ready_file: File | None = option(None, "address", "write address, process id and boot id here, as JSON, when ready")
 
     client_timeout: Seconds = option(
         3.0, "clients", "work of a client whose connection is gone is kept this long, then cancelled", unit="s"
@@ -89,13 +126,13 @@ class WorkerConfig(BaseSettings):
     )
     window: Bytes = option(4 * 2**20, "clients", "results on their way to one client", unit="bytes, or 4MiB")
 
-    env: tuple[str, ...] = option(
+    env: Names = option(
         (),
         "environments",
         "name=module:Class of an environment, from PYTHONPATH or the working directory; may be repeated",
     )
 
-    metrics_file: Path | None = option(
+    metrics_file: File | None = option(
         None,
         "metrics",
         "numbers as JSON lines; without it rollout-metrics/START-PID.jsonl in the working directory",
@@ -121,9 +158,9 @@ class WorkerConfig(BaseSettings):
     ack_timeout: Seconds = option(
         1.0, "shutdown", "after that, what is left may take to be ended, delivered and acknowledged", unit="s"
     )
-    log_level: Literal["debug", "info", "warning", "error"] = option(
-        "info", "shutdown", "least severe log line written"
-    )
+
+    log_level: Literal["debug", "info", "warning", "error"] = option("info", "logs", "least severe log line written")
+    log_format: Literal["text", "json"] = option("text", "logs", "lines to read, or one JSON object a line")
 
     @model_validator(mode="after")
     def _fits_together(self) -> WorkerConfig:
@@ -138,6 +175,10 @@ class WorkerConfig(BaseSettings):
                 f"--bind {self.bind} can be reached from other machines: give --curve-secret (a key pair is made by "
                 "python -c \"import zmq.auth; zmq.auth.create_certificates('.', 'worker')\"), or bind 127.0.0.1"
             )
+        if self.device == "cuda" and self.dtype == "float32":
+            raise ValueError("--dtype float32 is not served on cuda: leave it out, or choose bfloat16")
+        if self.device == "cpu" and self.decode_path == "graph":
+            raise ValueError("--decode-path graph needs --device cuda")
         if self.max_step_tokens < self.max_running:
             raise ValueError(
                 f"--max-step-tokens {self.max_step_tokens} must be at least --max-running {self.max_running}"
