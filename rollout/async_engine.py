@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -33,6 +34,7 @@ from engine.request import Completion, Failure, FinishReason, Request, refusal
 from engine.step import WeightsInfo
 from protocols.errors import EngineDead, WeightsBusy
 from rollout.failures import wire_error
+from rollout.pace import Pace
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +57,8 @@ class AsyncEngine:
     def __init__(self, handle: EngineHandle) -> None:
         self._handle = handle
         self._outbox: list[Command] = []
+        self._ended: deque[tuple[asyncio.Future[Completion], Completion]] = deque()
+        self._settling = Pace(self._settle_next)
         self._requests: dict[str, _Waiting] = {}
         self._prepares: dict[str, asyncio.Future[WeightsInfo]] = {}
         self._commits: dict[str, asyncio.Future[Committed]] = {}
@@ -185,11 +189,20 @@ class AsyncEngine:
             if (waiting := self._requests.pop(completion.request_id, None)) is None:
                 log.warning("a completion of the unknown request %s was dropped", completion.request_id)
             else:
-                waiting.future.set_result(completion)
+                self._ended.append((waiting.future, completion))
+        self._settling.wake()
         for weights in report.weights:
             self._take_weights(weights)
         if report.died is not None:
             self._die(report.died)
+
+    def _settle_next(self) -> bool:
+        """A step may end hundreds of turns, and each wakes a trajectory."""
+        if not self._ended:
+            return False
+        future, completion = self._ended.popleft()
+        future.set_result(completion)
+        return True
 
     def _take_weights(self, report: WeightsReport) -> None:
         if isinstance(report, Prepared):

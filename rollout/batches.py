@@ -8,7 +8,7 @@ import itertools
 import logging
 import secrets
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from protocols.codec import fingerprint
@@ -18,15 +18,13 @@ from protocols.replies import Accepted, TurnDone
 from protocols.requests import Cancel, Continue, SubmitBatch
 from rollout.admission import Admission, echoed_bytes, largest_record, record_bytes
 from rollout.observer import Observer
+from rollout.pace import Lanes, Pace
 from rollout.rollout import Rollout
 from rollout.sessions import Session
 from rollout.submitted import Batch, Member, SubmittedGroup
 from rollout.trajectory import End, TrajectorySpec
 
 log = logging.getLogger(__name__)
-
-BURST = 3
-"""Trajectories started, or ended, before other work on the loop gets its turn."""
 
 
 class Batches:
@@ -56,9 +54,9 @@ class Batches:
         self._starts = itertools.count()
         self._waiting: dict[Member, None] = {}
         self._tasks: dict[asyncio.Task[Record], Member] = {}
-        self._to_end: deque[Member] = deque()
-        self._admitting: asyncio.Handle | None = None
-        self._ending: asyncio.Handle | None = None
+        self._to_end: Lanes[Member] = Lanes()
+        self._starting = Pace(self._start_next)
+        self._ending = Pace(self._end_next)
         self.idle = asyncio.Event()
         self.idle.set()
         self.ended: Counter[Status] = Counter()
@@ -105,8 +103,7 @@ class Batches:
 
     def admit(self) -> None:
         """Start what may start, soon: called after every change that can make room."""
-        if self._admitting is None:
-            self._admitting = asyncio.get_running_loop().call_soon(self._admit)
+        self._starting.wake()
 
     def answer(self, session: Session, message: Continue) -> bool:
         """False: the trajectory has ended meanwhile. Raises UnknownTrajectory, PrefixMismatch, BadRequest."""
@@ -184,22 +181,16 @@ class Batches:
         self.idle.clear()
         self._watch(group)
 
-    def _admit(self) -> None:
-        self._admitting = None
-        for _ in range(BURST):
-            member = self.admission.next(self._version())
-            if member is None:
-                return
-            self._start(member)
-        self.admit()
-
-    def _start(self, member: Member) -> None:
-        """`member` has its room."""
+    def _start_next(self) -> bool:
+        member = self.admission.next(self._version())
+        if member is None:
+            return False
         self._leave_queue(member)
         member.rollout = self._launch(member.spec(next(self._starts)), functools.partial(self._turn, member))
         task = asyncio.get_running_loop().create_task(member.rollout.run())
         self._tasks[task] = member
         task.add_done_callback(self._ended)
+        return True
 
     def _turn(self, member: Member, turn: TurnDone) -> None:
         if not member.forgotten:
@@ -210,20 +201,19 @@ class Batches:
         if member.record is not None or member.ending is not None:
             return
         member.ending = reason
-        self._to_end.append(member)
-        if self._ending is None:
-            self._ending = asyncio.get_running_loop().call_soon(self._end_some)
+        self._to_end.put(member.session, member)
+        self._ending.wake()
 
-    def _end_some(self) -> None:
-        self._ending = None
-        for _ in range(min(BURST, len(self._to_end))):
-            member = self._to_end.popleft()
-            if member.rollout is not None and member.ending is not None:
-                member.rollout.cancel(member.ending)
-            elif member in self._waiting and member.ending is not None:
-                self._end_unstarted(member, member.ending)
-        if self._to_end:
-            self._ending = asyncio.get_running_loop().call_soon(self._end_some)
+    def _end_next(self) -> bool:
+        member = self._to_end.take()
+        if member is None:
+            return False
+        assert member.ending is not None
+        if member.rollout is not None:
+            member.rollout.cancel(member.ending)
+        elif member in self._waiting:
+            self._end_unstarted(member, member.ending)
+        return True
 
     def _watch(self, group: SubmittedGroup) -> None:
         """See to it that samples do not wait beyond their deadline."""
