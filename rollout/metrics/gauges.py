@@ -11,18 +11,6 @@ import psutil
 from protocols.fields import Turn
 from protocols.replies import WorkerStatus
 
-COUNTERS = frozenset(
-    (
-        "engine/preemptions",
-        "engine/split_kv_steps",
-        "weights/failures",
-        "wire/rx_bytes",
-        "wire/tx_bytes",
-        "wire/credit_stalls",
-    )
-)
-"""Names whose values only grow, from the worker's start on."""
-
 
 @dataclass(slots=True)
 class _Average:

@@ -9,6 +9,8 @@ from typing import TextIO
 from rollout.metrics.health import Beat
 
 CLEAR = "\r\x1b[2K"
+WIDTH = 80
+"""Of a terminal that does not say how wide it is."""
 
 
 class LiveLine:
@@ -25,7 +27,7 @@ class LiveLine:
             handler.setStream(_Above(stream))
 
     def write(self, text: str) -> None:
-        width = os.get_terminal_size(self._stream.fileno()).columns
+        width = os.get_terminal_size(self._stream.fileno()).columns or WIDTH
         self._stream.write(f"{CLEAR}{text[: width - 1]}")
         self._stream.flush()
 

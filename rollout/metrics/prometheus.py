@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from socketserver import ThreadingMixIn
+from socketserver import TCPServer, ThreadingMixIn
 from typing import TYPE_CHECKING
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
@@ -13,16 +13,15 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from rollout.metrics.gauges import COUNTERS
 from rollout.metrics.health import Health, Verdict
+from rollout.metrics.names import FINISH, NAMES, Meaning
 from rollout.metrics.row import Row
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 PREFIX = "rollout_worker_"
-FINISH = "rollout/finish/"
-DOCUMENTATION = "see docs/metrics.md"
+AXIS = Meaning("", "where on its axis the newest row is")
 
 
 class Latest(Collector):
@@ -32,35 +31,42 @@ class Latest(Collector):
     """
 
     def __init__(self, dropped: Callable[[], dict[str, int]]) -> None:
-        self._rows: dict[str, Row] = {}
+        self._values: dict[str, float] = {}
         self._dropped = dropped
 
     def put(self, row: Row) -> None:
-        self._rows = {**self._rows, row.kind: row}
+        # A new map each time: a scrape on another thread goes through the old one in peace.
+        self._values = {**self._values, **row.values}
 
     def collect(self) -> Iterator[Metric]:
-        finish = GaugeMetricFamily(f"{PREFIX}rollout_finish", DOCUMENTATION, labels=["reason"])
-        for name, value in sorted(item for row in self._rows.values() for item in row.values.items()):
+        finish = GaugeMetricFamily(f"{PREFIX}rollout_finish", NAMES[f"{FINISH}<reason>"].text, labels=["reason"])
+        for name, value in sorted(self._values.items()):
             if name.startswith(FINISH):
                 finish.add_metric([name.removeprefix(FINISH)], value)
-            elif name in COUNTERS:
-                yield CounterMetricFamily(_name(name), DOCUMENTATION, value=value)
-            else:
-                yield GaugeMetricFamily(_name(name), DOCUMENTATION, value=value)
+                continue
+            meaning = NAMES.get(name, AXIS)
+            family = CounterMetricFamily if meaning.counter else GaugeMetricFamily
+            yield family(PREFIX + name.replace("/", "_"), _help(meaning), value=value)
         if finish.samples:
             yield finish
-        lost = CounterMetricFamily(f"{PREFIX}metrics_rows_dropped", DOCUMENTATION, labels=["place"])
+        lost = CounterMetricFamily(f"{PREFIX}metrics_rows_dropped", "rows that a place lost", labels=["place"])
         for place, count in self._dropped().items():
             lost.add_metric([place], count)
         yield lost
 
 
-def _name(name: str) -> str:
-    return PREFIX + name.replace("/", "_")
+def _help(meaning: Meaning) -> str:
+    return f"{meaning.text} ({meaning.unit})" if meaning.unit else meaning.text
 
 
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
+
+    def server_bind(self) -> None:
+        """Without the look-up of our own name, which takes its time where nobody answers."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.server_address[:2]
+        self.setup_environ()
 
 
 class _Quiet(WSGIRequestHandler):

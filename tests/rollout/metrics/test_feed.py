@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+import pytest
+
+from rollout.metrics.feed import Feed, close_all
+
+
+class Place:
+    """A sink that waits for `gate` at each write, and raises `error` if there is one."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.items: list[int] = []
+        self.threads: set[int] = set()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.entered = threading.Event()
+        self.error = error
+        self.closed = threading.Event()
+        self.abandoned = threading.Event()
+
+    def write(self, item: int) -> None:
+        self.threads.add(threading.get_ident())
+        self.entered.set()
+        assert self.gate.wait(20)
+        if self.error is not None:
+            raise self.error
+        self.items.append(item)
+
+    def close(self) -> None:
+        self.closed.set()
+
+    def abandon(self) -> None:
+        self.abandoned.set()
+        self.gate.set()
+
+
+def feed(place: Place, **options: int) -> Feed[int]:
+    return Feed("the place", lambda: place, **options)
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_items_arrive_in_order_on_another_thread_and_close_waits_for_them() -> None:
+    place = Place()
+    fed = feed(place)
+    for i in range(100):
+        fed.put(i)
+    close_all([fed], 20)
+    assert place.items == list(range(100))
+    assert place.threads.isdisjoint({threading.get_ident()})
+    assert place.closed.is_set()
+    assert fed.dropped == 0
+
+
+def test_what_does_not_fit_is_dropped_and_counted_and_put_never_waits(caplog: pytest.LogCaptureFixture) -> None:
+    place = Place()
+    place.gate.clear()
+    fed = feed(place, capacity=10)
+    fed.put(0)
+    assert place.entered.wait(20)
+    for i in range(1, 101):
+        fed.put(i)
+    assert fed.dropped == 90
+    place.gate.set()
+    close_all([fed], 20)
+    assert place.items == list(range(11))
+    fed.put(7)
+    assert fed.dropped == 91
+    assert warnings(caplog) == ["the place took too long, or failed: 90 rows were dropped"]
+
+
+def test_a_place_that_cannot_be_made_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    def fails() -> Place:
+        raise PermissionError("read-only file system")
+
+    fed: Feed[int] = Feed("the place", fails)
+    fed.put(1)
+    fed.put(2)
+    close_all([fed], 20)
+    assert fed.dropped == 2
+    first, second = warnings(caplog)
+    assert first == "the place is not available, the worker goes on without: PermissionError: read-only file system"
+    assert "2 rows" in second
+
+
+def test_a_place_that_fails_now_and_then_is_one_warning_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    place = Place(OSError("no space left on device"))
+    fed = feed(place)
+    for i in range(3):
+        fed.put(i)
+    while fed.dropped < 3:
+        time.sleep(0.001)
+    place.error = None
+    fed.put(3)
+    close_all([fed], 20)
+    assert place.items == [3]
+    assert sum("no space left" in text for text in warnings(caplog)) == 1
+
+
+def test_a_place_that_hangs_is_left_when_the_time_is_up(caplog: pytest.LogCaptureFixture) -> None:
+    hangs, works = Place(), Place()
+    hangs.gate.clear()
+    feeds = [feed(hangs), feed(works)]
+    for fed in feeds:
+        fed.put(1)
+    began = time.monotonic()
+    close_all(feeds, 0.2)
+    assert time.monotonic() - began < 10
+    assert hangs.abandoned.is_set()
+    assert works.items == [1]
+    assert works.closed.is_set()
+    assert not works.abandoned.is_set()
+    assert "the place did not finish in time: its last numbers may be missing" in warnings(caplog)

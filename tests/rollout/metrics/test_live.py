@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import logging
+import os
+import pty
+import termios
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+import pytest
+
+from engine.handle import EngineStats
+from rollout.metrics.health import Beat
+from rollout.metrics.live import CLEAR, LiveLine, sentence
+
+
+def beat(time: float, state: str = "ready", **stats: int) -> Beat:
+    return Beat(time, state, 12, EngineStats(**stats), time)
+
+
+def test_the_line_says_what_goes_on() -> None:
+    before = beat(10.0, sampled_tokens_total=1000)
+    now = beat(12.0, running=64, waiting=8, sampled_tokens_total=7240, blocks_total=200, blocks_used=142)
+    assert sentence(now, before, (40, 100, 512)) == (
+        "version 12  step 40: 100/512 trajectories  64 running, 8 waiting  3,120 tokens/s  KV 71 %"
+    )
+    assert sentence(beat(0.0, state="paused"), None, None) == "version 12  0 running, 0 waiting  paused"
+
+
+@contextmanager
+def terminal(width: int = 100) -> Iterator[tuple[TextIO, int]]:
+    """A stream to a terminal, and the descriptor on which its screen is read."""
+    screen, end = pty.openpty()
+    termios.tcsetwinsize(end, (24, width))
+    with os.fdopen(end, "w", buffering=1) as stream:
+        yield stream, screen
+    os.close(screen)
+
+
+def shown(screen: int) -> str:
+    return os.read(screen, 65536).decode().replace("\r\n", "\n")
+
+
+def test_log_lines_stand_above_the_live_line() -> None:
+    root = logging.getLogger()
+    with terminal() as (stream, screen):
+        handler = logging.StreamHandler(stream)
+        root.addHandler(handler)
+        try:
+            line = LiveLine(stream)
+            line.write("one")
+            logging.getLogger("test").warning("a line of the log")
+            line.write("two")
+            line.close()
+            logging.getLogger("test").warning("after")
+        finally:
+            root.removeHandler(handler)
+        assert shown(screen) == f"{CLEAR}one{CLEAR}a line of the log\n{CLEAR}two{CLEAR}after\n"
+
+
+@pytest.mark.parametrize(("width", "room"), [(40, 39), (0, 79)], ids=["forty", "unknown"])
+def test_a_line_is_shorter_than_the_terminal_is_wide(width: int, room: int) -> None:
+    with terminal(width) as (stream, screen):
+        LiveLine(stream).write("x" * 500)
+        assert shown(screen) == CLEAR + "x" * room
