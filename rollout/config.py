@@ -124,7 +124,7 @@ class WorkerConfig(BaseSettings):
     result_memory: Bytes = option(
         2 * 2**30, "clients", "results kept until acknowledged, running ones at their largest", unit="bytes, or 2GiB"
     )
-    window: Bytes = option(4 * 2**20, "clients", "results on their way to one client", unit="bytes, or 4MiB")
+    window: Bytes = option(2 * 2**20, "clients", "results on their way to one client", unit="bytes, or 2MiB")
 
     env: Names = option(
         (),

@@ -65,7 +65,7 @@ def test_options_reach_the_configuration() -> None:
     assert config.kv_memory == 3 * 2**29
     assert (config.max_running, config.overlap, config.env) == (8, False, ("a=b:C", "d=e:F"))
     assert config.prefix_cache
-    assert config.limits.window_bytes == 4 * 2**20
+    assert config.limits.window_bytes == 2 * 2**20
 
 
 def test_the_environment_fills_in_what_the_command_line_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
