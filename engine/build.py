@@ -50,6 +50,8 @@ class LoadedEngine:
             kv_tokens=(self.kv.num_blocks - 1) * BLOCK_SIZE,
             memory=tuple((item.device, item.tag, item.nbytes) for item in self.memory.allocations),
             torch=str(torch.__version__),
+            rest=tuple((item.device, item.tag, item.nbytes) for item in self.memory.rest()),
+            gpu=torch.cuda.get_device_name() if self.memory.device.type == "cuda" else "",
         )
 
 
@@ -82,8 +84,18 @@ def load_engine(
         raise EngineError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}", field="dtype")
     if device not in ("cpu", "cuda"):
         raise EngineError(f"device {device!r} is neither cpu nor cuda", field="device")
+    if device == "cuda" and torch.version.cuda is None:
+        raise EngineError(
+            f"device is cuda, but torch {torch.__version__} is built without CUDA: install a build with it, "
+            "or choose device cpu",
+            field="device",
+        )
     if device == "cuda" and not torch.cuda.is_available():
-        raise EngineError("device is cuda, but torch finds no GPU; choose cpu or check the driver", field="device")
+        raise EngineError(
+            "device is cuda, but torch finds no GPU: look at nvidia-smi, at CUDA_VISIBLE_DEVICES and, in a container, "
+            "at whether GPUs are passed into it; or choose device cpu",
+            field="device",
+        )
     if device == "cuda" and dtype != "bfloat16":
         raise EngineError(f"dtype {dtype!r} is not supported on cuda; bfloat16 is", field="dtype")
     kind, place = DTYPES[dtype], torch.device(device)

@@ -157,8 +157,9 @@ class Report:
 class EngineInfo:
     """What was built, for whoever owns the handle.
 
-    kv_tokens: what the KV pool holds. memory: what was taken at start, as (device, tag, bytes), in that order.
-    torch: its version, where the engine runs.
+    kv_tokens: what the KV pool holds. memory: what was taken at start, as (device, tag, bytes), in that order. rest:
+    what else there is on these devices, likewise; "free" of each is last. torch: its version, where the engine runs.
+    gpu: its name, or "". import_s: seconds in which libraries were imported; load_s: seconds from there to ready.
     """
 
     model: ModelConfig
@@ -167,6 +168,10 @@ class EngineInfo:
     kv_tokens: int
     memory: tuple[tuple[str, str, int], ...]
     torch: str
+    rest: tuple[tuple[str, str, int], ...] = ()
+    gpu: str = ""
+    import_s: float = 0.0
+    load_s: float = 0.0
 
 
 class EngineHandle(Protocol):

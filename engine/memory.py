@@ -12,6 +12,7 @@ import torch
 
 from engine.config import BLOCK_SIZE
 from engine.errors import OutOfMemory
+from engine.free_memory import host_bytes
 from engine.kv_size import kv_bytes_per_block
 from engine.model_config import ModelConfig
 
@@ -51,6 +52,21 @@ class Memory:
             return raw[:nbytes]
         start = -raw.data_ptr() % ALIGNMENT
         return raw[start : start + nbytes]
+
+    def rest(self) -> list[Allocation]:
+        """What else there is: on a GPU torch's own (graphs, temporaries) and all others', so that with what was taken
+        here it adds up to the device; then what is free, of the host too."""
+        rest = []
+        if self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info()
+            reserved = torch.cuda.memory_reserved()
+            taken = sum(item.nbytes for item in self.allocations if item.device == "cuda")
+            rest = [
+                Allocation("graphs, temporaries", reserved - taken, "cuda"),
+                Allocation("driver, others", total - free - reserved, "cuda"),
+                Allocation("free", free, "cuda"),
+            ]
+        return [*rest, Allocation("free", host_bytes(), "cpu")]
 
     def table(self) -> str:
         """The plan, one allocation a line and the sum of each device."""

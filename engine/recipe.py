@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, Protocol, cast
 
@@ -13,7 +14,7 @@ from engine.step import WeightStore
 
 
 class Built(Protocol):
-    """What a builder returns."""
+    """An engine, and what its owner needs beside it."""
 
     @property
     def engine(self) -> Engine: ...
@@ -26,6 +27,15 @@ class Built(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Timed:
+    """What a builder made. info: with the time that it took."""
+
+    engine: Engine
+    weights: WeightStore
+    info: EngineInfo
+
+
+@dataclass(frozen=True, slots=True)
 class EngineRecipe:
     """options: arguments of the builder. builder: "module:function", a name, so that whoever only passes the recipe on
     need not import torch."""
@@ -35,5 +45,10 @@ class EngineRecipe:
 
     def build(self) -> Built:
         """Raises what the builder raises."""
+        started = time.monotonic()
         module, _, function = self.builder.partition(":")
-        return cast(Built, getattr(import_module(module), function)(**self.options))
+        builder = getattr(import_module(module), function)
+        imported = time.monotonic()
+        built = cast(Built, builder(**self.options))
+        info = replace(built.info, import_s=imported - started, load_s=time.monotonic() - imported)
+        return Timed(built.engine, built.weights, info)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from engine.build import load_engine
 from engine.config import EngineConfig
 from engine.errors import EngineError, OutOfMemory, WeightsError, WeightsIncomplete, WeightsInvalid
 from engine.kv_size import kv_bytes_per_block
+from engine.recipe import EngineRecipe
 from tests.engine.serve import ask, serve
 from tests.rigs import RandModel, write_rand
 
@@ -39,7 +41,20 @@ def test_what_the_owner_needs(path: Path) -> None:
     assert loaded.weights.digest.startswith("sha256:")
     table = loaded.memory.table()
     assert all(tag in table for tag in ("weights", "weights staging", "kv pool", "step input", "step results", "total"))
+    assert {device for device, _, _ in loaded.info.rest} == {"cpu"}
+    assert loaded.info.rest[-1][1] == "free"
+    assert loaded.info.rest[-1][2] > 0
     assert len(serve(loaded, ask("a", [1, 2, 3], 5))["a"].token_ids) == 5
+
+
+def test_a_recipe_says_how_long_imports_and_load_took(path: Path) -> None:
+    started = time.monotonic()
+    info = EngineRecipe({"path": path, "config": CONFIG, "weight_version": 7}).build().info
+    took = time.monotonic() - started
+    assert info.import_s >= 0
+    assert info.load_s > 0
+    assert info.import_s + info.load_s <= took
+    assert (info.weight_version, info.gpu) == (7, "")
 
 
 @pytest.mark.parametrize(
