@@ -97,7 +97,7 @@ def _check_other_file(path: Path, name: str, checksum: str) -> None:
 def _read_index(index: Path) -> dict[str, Path]:
     try:
         raw = json.loads(index.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise WeightsIncomplete(f"{index}: cannot be read as JSON: {error}", field=INDEX) from error
     weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:

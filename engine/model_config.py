@@ -231,7 +231,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise WeightsInvalid(f"{path}: cannot be read as JSON: {error}", field=path.name) from error
     if not isinstance(value, dict):
         raise WeightsInvalid(f"{path}: must hold an object", field=path.name)
