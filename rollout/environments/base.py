@@ -150,6 +150,9 @@ class Environment(ABC):
     """Does a turn that was cut end the trajectory, where `Budget.on_length` does not say."""
     fixed_turns: ClassVar[bool] = False
     """The number of turns is known beforehand: the trajectory ends the way its last turn does (`stop`, `length`)."""
+    isolation: ClassVar[Literal["worker", "process"]] = "worker"
+    """Where the code runs: in the worker, or in a process that several environments share and that may burn the CPU,
+    crash, or be killed at a deadline."""
     chat_roles: ClassVar[tuple[str, ...]] = ()
     """Roles of the messages that it appends to a conversation: a submit is refused where the chat template cannot."""
     patient: ClassVar[bool] = False

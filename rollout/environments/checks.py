@@ -11,6 +11,7 @@ import numpy as np
 
 from engine.request import IntArray
 from rollout.environments.base import Environment, Observation, Rewards, Step
+from rollout.environments.errors import SpeaksForItself
 from rollout.trajectory import Answer
 
 MAX_PARTS = 256
@@ -19,7 +20,7 @@ MAX_NAME = 256
 """Characters of the name of one."""
 
 
-class BadAnswer(Exception):
+class BadAnswer(SpeaksForItself):
     """The environment returned something that has no meaning; the message says what."""
 
 

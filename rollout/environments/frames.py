@@ -14,8 +14,8 @@ from typing import Any, Final
 
 MAX_RESULT: Final = 8 * 2**20
 """Bytes of what one call may return, pickled: room for two million token ids."""
-MAX_TEXT: Final = 16_000
-"""Characters of an error with its traceback."""
+MAX_TEXT: Final = 8_000
+"""Characters of an error, and of its traceback."""
 
 LENGTH = struct.Struct("<Q")
 
@@ -51,11 +51,12 @@ class _Bounded(io.RawIOBase):
         self.parts: list[bytes] = []
 
     def write(self, data: Any) -> int:
-        self._left -= len(data)
+        size = memoryview(data).nbytes
+        self._left -= size
         if self._left < 0:
             raise TooLarge
         self.parts.append(bytes(data))
-        return len(data)
+        return size
 
 
 def bounded_pickle(value: Any, limit: int = MAX_RESULT) -> bytes:

@@ -14,6 +14,8 @@ from protocols.fields import Budget, Failure, Record, Truncation
 from rollout.environments.base import Context, Environment, EnvironmentFactory, Rewards, TurnResult
 from rollout.environments.calls import Call, Raised
 from rollout.environments.checks import BadAnswer, check_environment, check_final, check_observation, check_step
+from rollout.environments.errors import describe
+from rollout.environments.isolated import Isolated, StandIn
 from rollout.trajectory import Answer, End
 
 log = logging.getLogger(__name__)
@@ -35,6 +37,8 @@ class Patience:
     step_s: float = 600.0
     finish_s: float = 600.0
     close_s: float = 5.0
+    start_s: float = 120.0
+    """Until an environment that does not run in the worker has a process, and is imported there."""
 
 
 PATIENCE = Patience()
@@ -57,6 +61,7 @@ class Guard:
         self._environment: Environment | None = None
         self._ready = False
         self._left: Call | None = None
+        self._lost = False
 
     @property
     def ends_when_cut(self) -> bool:
@@ -70,7 +75,15 @@ class Guard:
     async def open(self, context: Callable[[], Context], stops: Stops) -> Answer | End:
         """Make the environment and reset it."""
         within = self._budget.tool_deadline_s or self._patience.step_s
-        made = await self._call("reset", lambda: self._make, (), check_environment, within, stops)
+        make = self._make
+        if isinstance(make, Isolated):
+            # That a process has to start first is not the environment's fault.
+            prepare = make.prepare
+            prepared = await self._call("reset", lambda: prepare, (), _anything, self._patience.start_s, stops)
+            if isinstance(prepared, End):
+                return prepared
+            make = prepared
+        made = await self._call("reset", lambda: make, (), check_environment, within, stops)
         if isinstance(made, End):
             return made
         self._environment = made
@@ -96,9 +109,10 @@ class Guard:
 
     @property
     def scores(self) -> bool:
-        """Will `finish` be asked? Not before `reset` has returned, nor while a call that was left behind still runs."""
+        """Will `finish` be asked? Not before `reset` has returned, nor while a call that was left behind still runs,
+        nor where giving one up has cost the environment its process."""
         idle = self._left is None or not self._left.running
-        return self._ready and idle and not _is_default(self._made(), "finish")
+        return self._ready and idle and not self._lost and not _is_default(self._made(), "finish")
 
     async def finish(self, record: Record, stops: Stops) -> Rewards | End:
         within, environment = self._patience.finish_s, self._made()
@@ -152,13 +166,15 @@ class Guard:
 
     def _raised(self, stage: Stage, error: BaseException) -> End:
         log.warning("%s: %s raised", self._name, stage, exc_info=error)
-        return _failed(stage, _describe(error))
+        return _failed(stage, describe(error))
 
     async def _leave(self, stage: Stage, call: Call) -> None:
         call.task.cancel()
         # Cancelled meanwhile, the wait is over and what the trajectory has still becomes its record.
         with suppress(asyncio.CancelledError):
             await asyncio.wait({call.task}, timeout=UNWIND_S)
+        if isinstance(self._environment, StandIn) and self._environment.lost:
+            self._lost = True
         if call.running:
             self._left = call
             log.warning("%s: %s was given up but still runs", self._name, stage)
@@ -181,8 +197,5 @@ def _failed(stage: Stage, message: str, code: str = "internal") -> End:
     return End("env_error", failure=failure)
 
 
-def _describe(error: BaseException) -> str:
-    try:
-        return f"{type(error).__name__}: {error}"
-    except BaseException:
-        return f"{type(error).__name__} (it cannot be printed)"
+def _anything(returned: Any) -> Any:
+    return returned

@@ -11,12 +11,12 @@ import functools
 import pickle
 import socket
 import struct
-import traceback
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any, Final
 
 from rollout.environments.calls import Call, Outcome, Raised, Returned
+from rollout.environments.errors import describe, details
 from rollout.environments.frames import MAX_TEXT, TooLarge, bounded_pickle, frame, read_frame
 from rollout.environments.warden import children
 
@@ -115,18 +115,5 @@ class Host:
 
 
 def report(error: BaseException) -> bytes:
-    """What the worker learns of an error: one line that names it, an empty one, the traceback. UTF-8."""
-    try:
-        text = "".join(traceback.format_exception(error))
-    except BaseException:
-        text = ""
-    return f"{describe(error)}\n\n{text}"[:MAX_TEXT].encode(errors="replace")
-
-
-def describe(error: BaseException) -> str:
-    """One line. An error may raise when it is printed."""
-    try:
-        message = str(error) if getattr(error, "speaks_for_itself", False) else f"{type(error).__name__}: {error}"
-    except BaseException:
-        message = f"{type(error).__name__} (it cannot be printed)"
-    return " ".join(message.split("\n"))
+    """What the worker learns of an error, as UTF-8: its description, a zero, its traceback. Each is bounded."""
+    return b"\0".join(text[:MAX_TEXT].encode(errors="replace") for text in (describe(error), details(error)))

@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from rollout.environments.processes import Process, ProcessDied, Reported
+from rollout.environments.errors import ProcessDied, Reported
+from rollout.environments.processes import Process
 
 __all__ = ["Pool", "ProcessDied", "Reported", "Shared"]
 

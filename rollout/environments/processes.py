@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
+from rollout.environments.errors import ProcessDied, Reported
 from rollout.environments.frames import MAX_RESULT, MAX_TEXT, NotPlain, frame, plain, read_frame
 from rollout.environments.host import READY, REPLY, Forget, Interrupt, Message, Run
 from rollout.environments.output import Output
@@ -26,19 +27,7 @@ GRACE_S: Final = 0.5
 EXIT_S: Final = 1.0
 """How long the exit code of a process may take after its end of the connection has closed."""
 BURIAL_S: Final = 0.01
-MAX_FRAME: Final = REPLY.size + max(MAX_RESULT, 4 * MAX_TEXT)
-
-
-class Reported(Exception):
-    """What a function raised in its process. The text names the error; a note holds the traceback there."""
-
-    speaks_for_itself = True
-
-
-class ProcessDied(Exception):
-    """The process ended, or was ended, before it answered; the message says how."""
-
-    speaks_for_itself = True
+MAX_FRAME: Final = REPLY.size + max(MAX_RESULT, 8 * MAX_TEXT)
 
 
 class Process:
@@ -115,6 +104,10 @@ class Process:
             raise
         return plain_or_reported(answer.result())
 
+    def next_kept(self) -> int:
+        """A number under which nothing is kept yet."""
+        return next(self._numbers)
+
     def forget(self, kept: int) -> None:
         if not self.died.done():
             self._send(Forget(kept))
@@ -168,9 +161,10 @@ class Process:
         if returned:
             answer.set_result(body[REPLY.size :])
         else:
-            summary, _, details = body[REPLY.size :].decode(errors="replace").partition("\n\n")
+            summary, _, details = body[REPLY.size :].decode(errors="replace").partition("\0")
             error = Reported(summary)
-            error.add_note(details)
+            if details:
+                error.add_note(details)
             answer.set_exception(error)
 
     async def _watch(self) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+import pickle
+from collections.abc import Container, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
-from typing import cast
 
 from protocols import fields
 from protocols.errors import BadRequest
 from rollout.environments.base import EnvironmentFactory
+from rollout.environments.isolated import Isolated
+from rollout.environments.pool import Pool
 from rollout.environments.remote import Remote
 from rollout.environments.scripted import Scripted
 
@@ -17,32 +19,50 @@ ENTRY_POINTS = "rollout_worker.environments"
 """Entry-point group: `name = "module:Class"`."""
 
 BUILT_IN = ("remote", "scripted")
+PROCESSES = 8
+"""At most so many are started for environments that do not run in the worker."""
 
 
 class Registry:
     """`scripted`, `remote`, and the plug-ins: those named on the command line, then installed entry points."""
 
-    def __init__(self, plugins: Mapping[str, EnvironmentFactory], installed: Sequence[EntryPoint] = ()) -> None:
-        self._plugins = dict(plugins)
+    def __init__(
+        self,
+        plugins: Mapping[str, EnvironmentFactory],
+        installed: Sequence[EntryPoint] = (),
+        *,
+        isolated: Container[str] = (),
+        processes: int = PROCESSES,
+    ) -> None:
+        """isolated: names whose environments run in processes whatever their class says; processes: at most so many."""
+        self._pool = Pool(processes)
+        self._isolated = isolated
+        self._plugins = {name: self._placed(name, factory) for name, factory in plugins.items()}
         self._installed = {entry.name: entry for entry in installed}
         for name in BUILT_IN:
             if name in self._plugins or name in self._installed:
                 raise ValueError(f"environment {name!r} is built in: choose another name")
 
     @classmethod
-    def load(cls, specs: Sequence[str] = ()) -> Registry:
-        """specs: `name=module:Class`, one per `--env`; each is imported now.
+    def load(cls, specs: Sequence[str] = (), *, processes: int = PROCESSES) -> Registry:
+        """specs: `name=module:Class` or `name=module:Class,process`, one per `--env`; each is imported now.
 
         An entry point is imported when it is first asked for: one broken package must not stop the worker.
         Raises ValueError, naming the spec, where it is malformed, given twice or cannot be imported.
         """
         plugins: dict[str, EnvironmentFactory] = {}
+        isolated: set[str] = set()
         for spec in specs:
-            name, factory = _load(spec)
+            where, comma, how = spec.partition(",")
+            if comma and how != "process":
+                raise ValueError(f"--env {spec}: {how!r} is no place for an environment: write process, or nothing")
+            name, factory = _load(where)
             if name in plugins:
                 raise ValueError(f"--env {spec}: the name {name!r} is given twice")
             plugins[name] = factory
-        return cls(plugins, tuple(entry_points(group=ENTRY_POINTS)))
+            if comma:
+                isolated.add(name)
+        return cls(plugins, tuple(entry_points(group=ENTRY_POINTS)), isolated=isolated, processes=processes)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -66,13 +86,26 @@ class Registry:
             f"{name!r} is no environment of this worker; known: {', '.join(self.names)}", field="environment.name"
         )
 
+    async def close(self) -> None:
+        """End the processes of environments."""
+        await self._pool.close()
+
+    def _placed(self, name: str, factory: EnvironmentFactory) -> EnvironmentFactory:
+        if name not in self._isolated and getattr(factory, "isolation", "worker") != "process":
+            return factory
+        try:
+            pickle.dumps(factory)
+        except Exception as error:
+            raise ValueError(f"environment {name!r} cannot run in a process: {error}") from error
+        return Isolated(self._pool, factory)
+
     def _import(self, entry: EntryPoint) -> EnvironmentFactory:
         try:
-            factory = entry.load()
+            factory = self._placed(entry.name, entry.load())
         except Exception as error:
             raise BadRequest(f"{entry.name!r} cannot be imported: {error!r}", field="environment.name") from error
         self._plugins[entry.name] = factory
-        return cast(EnvironmentFactory, factory)
+        return factory
 
 
 def _scripted(script: Sequence[fields.ScriptedTurn]) -> EnvironmentFactory:

@@ -1,0 +1,191 @@
+"""Environments whose code runs in a process of the pool: a stand-in on the event loop, the instance over there.
+
+What crosses is plain: contexts, turns and records one way, checked answers the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, cast
+
+from engine.request import IntArray
+from protocols.fields import Record
+from protocols.requests import Continue
+from rollout.environments.base import (
+    Context,
+    Environment,
+    EnvironmentFactory,
+    FinalReward,
+    Ids,
+    Observation,
+    Step,
+    TextCodec,
+    TurnResult,
+)
+from rollout.environments.checks import check_environment, check_final, check_observation, check_step
+from rollout.environments.errors import ProcessDied
+from rollout.environments.pool import Pool, Shared
+from rollout.environments.processes import Process
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Isolated:
+    """Makes environments in the pool's processes. factory: importable there by its name."""
+
+    pool: Pool
+    factory: EnvironmentFactory
+
+    async def __call__(self) -> Environment:
+        return await (await self.prepare())()
+
+    async def prepare(self) -> Callable[[], Awaitable[Environment]]:
+        """A process for one environment, started and with its module imported; what is returned has to be called."""
+        process = await self.pool.lease()
+        try:
+            await process.run(_imported, (self.factory,))
+        except BaseException:
+            self.pool.release(process)
+            raise
+
+        async def make() -> Environment:
+            kept = process.next_kept()
+            try:
+                await process.run(_make, (self.factory,), keep=kept)
+                traits: Traits = await process.run(_traits, (), of=kept)
+            except BaseException:
+                process.forget(kept)
+                self.pool.release(process)
+                raise
+            return StandIn(self.pool, process, kept, traits)
+
+        return make
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What the worker has to know of an environment's class."""
+
+    on_length: Literal["end", "continue"]
+    fixed_turns: bool
+
+
+class StandIn(Environment):
+    """Passes each call on to the environment kept as number `kept` in `process`."""
+
+    def __init__(self, pool: Pool, process: Process, kept: int, traits: Traits) -> None:
+        self.on_length = traits.on_length  # type: ignore[misc]
+        self.fixed_turns = traits.fixed_turns  # type: ignore[misc]
+        self._pool = pool
+        self._process = process
+        self._kept = kept
+        self._vocab_size = 0
+
+    @property
+    def lost(self) -> bool:
+        """The process is gone, and the environment with it."""
+        return self._process.died.done()
+
+    async def reset(self, context: Context) -> Observation | None:
+        self._vocab_size = context.vocab_size
+        codec = None if context.tokenizer is None else Codec(self._pool.share(context.tokenizer))
+        chat = None if context.chat is None else context.chat.sent(self._pool.share)
+        there = dataclasses.replace(context, ask=_cannot_ask, tokenizer=codec, chat=chat)
+        return cast(Observation | None, await self._call(_reset, there))
+
+    async def step(self, turn: TurnResult) -> Step:
+        return cast(Step, await self._call(_step, turn, self._vocab_size))
+
+    async def finish(self, record: Record) -> FinalReward:
+        return cast(FinalReward, await self._call(_finish, record))
+
+    async def close(self) -> None:
+        try:
+            if not self.lost:
+                await self._call(_close)
+        except ProcessDied:
+            pass
+        finally:
+            self._process.forget(self._kept)
+            self._pool.release(self._process)
+
+    async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        return await self._process.run(function, args, of=self._kept)
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """A `TextCodec` that is loaded in the process that first needs it."""
+
+    shared: Shared
+
+    def encode(self, text: str) -> IntArray:
+        return self._codec.encode(text)
+
+    def decode(self, ids: Ids) -> str:
+        return self._codec.decode(ids)
+
+    def special(self, token: str) -> int:
+        return self._codec.special(token)
+
+    @property
+    def _codec(self) -> TextCodec:
+        return cast(TextCodec, self.shared.get())
+
+
+async def _cannot_ask(_: TurnResult) -> Continue:
+    raise RuntimeError("an environment in a process of its own cannot ask the trainer")
+
+
+# Over there.
+
+
+def _imported(_: EnvironmentFactory) -> None:
+    """The factory came by its name, so its module is there now."""
+
+
+def _make(factory: EnvironmentFactory) -> Environment | Awaitable[Environment]:
+    return _then(factory(), check_environment)
+
+
+def _traits(environment: Environment) -> Traits:
+    return Traits(environment.on_length, bool(environment.fixed_turns))
+
+
+def _reset(environment: Environment, context: Context) -> Any:
+    def plain(returned: Any) -> Observation:
+        answer = check_observation(returned, context.vocab_size)
+        return Observation(answer.observation, answer.glue, answer.max_tokens)
+
+    return _then(environment.reset(context), plain)
+
+
+def _step(environment: Environment, turn: TurnResult, vocab_size: int) -> Any:
+    def plain(returned: Any) -> Step:
+        answer = check_step(returned, vocab_size)
+        return Step(answer.observation, answer.glue, answer.done, answer.reward, answer.max_tokens)
+
+    return _then(environment.step(turn), plain)
+
+
+def _finish(environment: Environment, record: Record) -> Any:
+    return _then(environment.finish(record), check_final)
+
+
+def _close(environment: Environment) -> Any:
+    return _then(environment.close(), lambda _: None)
+
+
+def _then(returned: Any, check: Callable[[Any], T]) -> T | Awaitable[T]:
+    """Of a plain method now, of an asynchronous one when it has returned."""
+    if not inspect.isawaitable(returned):
+        return check(returned)
+
+    async def later() -> T:
+        return check(await returned)
+
+    return later()

@@ -1,0 +1,264 @@
+"""Environments in processes: the same guarantees, whatever their code does to its process."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocols import fields
+from rollout.environments.base import Context, Rewards
+from rollout.environments.guard import Guard, Patience
+from rollout.environments.registry import Registry
+from rollout.tokenizer import Tokenizer
+from rollout.trajectory import Answer, End
+from tests.rollout.build import run
+from tests.rollout.environments import odd
+from tests.rollout.environments.build import TURN, context, draft, guarded
+from tests.rollout.test_tokenizer import byte_level
+
+
+def with_registry(main: Callable[[Registry], Awaitable[None]], processes: int = 1) -> None:
+    names = {name: getattr(odd, name) for name in ("Odd", "Patient", "Telling", "Asking", "Least", "broken")}
+
+    async def body() -> None:
+        registry = Registry(names, processes=processes)
+        try:
+            await main(registry)
+        finally:
+            await registry.close()
+
+    run(body())
+
+
+def about(**metadata: Any) -> Callable[[], Context]:
+    config = {"folder": metadata.pop("folder", "")}
+    return lambda: dataclasses.replace(context(), metadata=metadata, config=config)
+
+
+def guard(registry: Registry, name: str, patience: Patience = Patience(5.0, 5.0, 1.0), **budget: Any) -> Guard:
+    return guarded(registry.resolve(fields.Environment(name=name)), patience, **budget)
+
+
+async def play(guard: Guard, make_context: Callable[[], Context]) -> Any:
+    """The end, or the reward of the end."""
+    result: Any = await guard.open(make_context, ())
+    for index in range(3):
+        if isinstance(result, End):
+            break
+        turn = dataclasses.replace(TURN, turn=TURN.turn.model_copy(update={"index": index}))
+        result = await guard.step(turn, ())
+    if not isinstance(result, End):
+        result = await guard.finish(draft(), ())
+    await guard.close()
+    return result
+
+
+def test_it_runs_elsewhere_and_everything_crosses() -> None:
+    async def main(registry: Registry) -> None:
+        played = guard(registry, "Telling")
+        answer = await played.open(lambda: dataclasses.replace(context(), config={"x": 7}), ())
+        assert isinstance(answer, Answer)
+        assert answer.observation is not None
+        assert answer.glue is not None
+        assert (answer.observation.tolist(), answer.glue.tolist(), answer.max_tokens) == ([3, 2, 1], [1, 2], 3)
+        assert (played.fixed_turns, played.ends_when_cut) == (True, False)
+        step = await played.step(TURN, ())
+        assert isinstance(step, Answer)
+        assert step.observation is not None
+        assert (step.observation.tolist(), step.done, step.reward) == ([7, 8], True, 0.25)
+        scored = await played.finish(draft(), ())
+        assert isinstance(scored, Rewards)
+        assert scored.total is None
+        assert {"seed": 1.0, "config": 7.0, "len": 0.0}.items() <= scored.parts.items()
+        assert scored.parts["pid"] != os.getpid()
+        await played.close()
+
+    with_registry(main)
+
+
+def test_text_is_encoded_there_with_the_checkpoints_tokenizer() -> None:
+    tokenizer = Tokenizer(byte_level().to_str().encode())
+
+    async def main(registry: Registry) -> None:
+        for _ in range(2):
+            played = guard(registry, "Telling")
+            answer = await played.open(lambda: dataclasses.replace(context(), tokenizer=tokenizer), ())
+            assert isinstance(answer, Answer), answer
+            assert answer.observation is not None
+            assert answer.observation[::-1].tolist() == tokenizer.encode("hello").tolist()
+            await played.close()
+
+    with_registry(main)
+
+
+@pytest.mark.parametrize("stage", ["reset", "step", "finish"])
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("raise", "ValueError: on purpose"),
+        ("exit", "SystemExit: 3"),
+        ("interrupt", "KeyboardInterrupt: "),
+        ("kill", r"killed by signal 9 \(Killed\)"),
+        ("os._exit", "ended with exit code 4"),
+        ("own class", "is a Own, not|returned a Own, not"),
+    ],
+)
+def test_a_failure_names_its_stage_and_costs_its_own_trajectory(stage: str, what: str, message: str) -> None:
+    async def main(registry: Registry) -> None:
+        end = await play(guard(registry, "Odd"), about(stage=stage, what=what))
+        if (stage, what) == ("finish", "own class"):
+            message_here = "reward is a Own"
+        else:
+            message_here = message
+        assert isinstance(end, End), end
+        assert end.failure is not None
+        assert (end.reason, end.failure.stage) == ("env_error", stage)
+        with pytest.raises(ValueError, match=message_here):
+            raise ValueError(end.failure.message)
+        assert await play(guard(registry, "Odd"), about()) == Rewards(3.0)
+
+    with_registry(main)
+
+
+@pytest.mark.parametrize(
+    ("what", "complaint"),
+    [
+        ("none", "step returned None, not a Step"),
+        ("nan", "reward is nan"),
+        ("bad id", "outside of the vocabulary"),
+        ("20 MB", "too large"),
+    ],
+)
+def test_nonsense_is_refused_by_name(what: str, complaint: str) -> None:
+    async def main(registry: Registry) -> None:
+        end = await play(guard(registry, "Odd"), about(stage="step", what=what))
+        assert isinstance(end, End)
+        assert end.failure is not None
+        assert complaint in end.failure.message
+
+    with_registry(main)
+
+
+@pytest.mark.parametrize("what", ["hang", "burn", "print"])
+def test_a_step_that_does_not_return_costs_its_deadline(what: str) -> None:
+    async def main(registry: Registry) -> None:
+        assert await play(guard(registry, "Odd"), about()) == Rewards(3.0)
+        played = guard(registry, "Odd", tool_deadline_s=0.5)
+        assert not isinstance(await played.open(about(stage="step", what=what), ()), End)
+        began = time.monotonic()
+        end = await played.step(TURN, ())
+        assert time.monotonic() - began < 0.5 + 2.0
+        assert isinstance(end, End)
+        assert end.reason == "tool_deadline"
+        # Python that burns can be interrupted, a system call cannot: the process, and what could score, is gone.
+        assert played.scores == (what != "hang")
+        await played.close()
+        assert await play(guard(registry, "Odd"), about()) == Rewards(3.0)
+
+    with_registry(main)
+
+
+def test_a_process_that_dies_takes_its_own_trajectories_with_it_at_once_and_no_others() -> None:
+    async def main(registry: Registry) -> None:
+        here, there, beside = guard(registry, "Odd"), guard(registry, "Odd"), guard(registry, "Patient")
+        assert not isinstance(await here.open(about(stage="step", what="kill"), ()), End)
+        assert not isinstance(await there.open(about(), ()), End)
+        assert not isinstance(await beside.open(about(stage="step", what="hang"), ()), End)
+        waiting = asyncio.ensure_future(beside.step(TURN, ()))
+        await asyncio.sleep(0.05)
+        began = time.monotonic()
+        end = await here.step(TURN, ())
+        neighbour = await waiting
+        assert time.monotonic() - began < 2.0
+        for lost in (end, neighbour):
+            assert isinstance(lost, End)
+            assert lost.failure is not None
+            assert "killed by signal 9" in lost.failure.message
+            assert lost.failure.stage == "step"
+        assert len(registry._pool.pids) == 1
+        answer = await there.step(TURN, ())
+        assert isinstance(answer, Answer)
+        for each in (here, there, beside):
+            await each.close()
+
+    with_registry(main, processes=2)
+
+
+def test_a_hang_that_nobody_set_a_deadline_for_is_an_error_and_its_process_replaced(tmp_path: Path) -> None:
+    async def main(registry: Registry) -> None:
+        for stage in ("reset", "step", "finish"):
+            end = await play(
+                guard(registry, "Odd", Patience(0.5, 0.5, 0.5)), about(stage=stage, what="hang", folder=tmp_path)
+            )
+            assert isinstance(end, End)
+            assert end.failure is not None
+            assert (end.failure.stage, end.failure.code) == (stage, "timeout")
+
+    with_registry(main)
+
+
+def test_close_is_called_always_and_a_bad_one_costs_nothing(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+
+    async def main(registry: Registry) -> None:
+        for metadata in ({}, {"stage": "step", "what": "raise"}, {"stage": "step", "what": "burn"}):
+            await play(guard(registry, "Odd", tool_deadline_s=0.5), about(**metadata, folder=str(log)))
+        assert log.read_text() == "closed\n" * 3
+        for what in ("raise", "hang", "kill"):
+            began = time.monotonic()
+            assert await play(guard(registry, "Odd"), about(stage="close", what=what)) == Rewards(3.0)
+            assert time.monotonic() - began < 5.0
+        assert await play(guard(registry, "Odd"), about()) == Rewards(3.0)
+
+    with_registry(main)
+
+
+def test_a_stop_gives_the_call_up_at_once() -> None:
+    async def main(registry: Registry) -> None:
+        played = guard(registry, "Odd")
+        assert not isinstance(await played.open(about(stage="step", what="hang"), ()), End)
+        stop: asyncio.Future[End] = asyncio.get_running_loop().create_future()
+        waiting = asyncio.ensure_future(played.step(TURN, (stop,)))
+        await asyncio.sleep(0.05)
+        stop.set_result(End("abort_client"))
+        assert await waiting == End("abort_client")
+        await played.close()
+        # Before it was even made.
+        played = guard(registry, "Odd")
+        assert await played.open(about(), (stop,)) == End("abort_client")
+        await played.close()
+        assert await play(guard(registry, "Odd"), about()) == Rewards(3.0)
+
+    with_registry(main)
+
+
+def test_what_cannot_be_there_says_so() -> None:
+    async def main(registry: Registry) -> None:
+        end = await play(guard(registry, "Asking"), about())
+        assert isinstance(end, End)
+        assert end.failure is not None
+        assert "cannot ask the trainer" in end.failure.message
+        end = await play(guard(registry, "broken"), about())
+        assert isinstance(end, End)
+        assert end.failure is not None
+        assert (end.failure.message, end.failure.stage) == ("OSError: no such game", "reset")
+        assert await play(guard(registry, "Least"), about()) == Rewards(None)
+
+    with_registry(main)
+
+
+def test_many_share_few_processes() -> None:
+    async def main(registry: Registry) -> None:
+        rewards = await asyncio.gather(*(play(guard(registry, "Odd"), about()) for _ in range(40)))
+        assert rewards == [Rewards(3.0)] * 40
+        assert len(registry._pool.pids) == 2
+        assert all(process.load == 0 for process in registry._pool._processes)
+
+    with_registry(main, processes=2)
