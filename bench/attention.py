@@ -3,16 +3,17 @@
     python -m bench.attention [--quick] [--json FILE]
 
 Paths: `split` is FlashInfer's graph wrapper, planned for the real lengths; `one_chunk` its ordinary wrapper planned
-once without splitting; `eager` the ordinary wrapper outside a graph, its plan() not counted; `tiles` is ours. The
-pages are scattered, enough layers are cycled to defeat the L2, every output is poisoned and compared with `eager`.
-Times are microseconds of one layer, the median of replays.
+once without splitting; `eager` the ordinary wrapper outside a graph, its plan() not counted; `tiles` is ours, and
+`runs` is ours with prefixes that several rows share read once. The pages are scattered, enough layers are cycled to
+defeat the L2, every output is poisoned and compared with `eager`. Times are microseconds of one layer, the median of
+replays. The second table is of groups: n samples that share the pages of one prompt.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +21,8 @@ import numpy as np
 import torch
 from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
-from engine.attention.split import capacity, cut
+from engine.attention.shared import Runs, find_runs, no_runs
+from engine.attention.split import capacity, cut, most_runs
 from engine.kernels import paged_decode as ours
 
 HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 16
@@ -42,14 +44,29 @@ class Batch:
 
 def make(lengths: np.ndarray) -> Batch:
     held = -(-lengths // PAGE)
-    blocks = int(held.sum()) + 1
+    return with_pages(lengths, torch.randperm(int(held.sum()), device=DEVICE).int() + 1)
+
+
+def make_groups(groups: int, samples: int, prefix: int, suffix: int) -> Batch:
+    """Rows of a group lie side by side, and share the pages of their prefix."""
+    own = -(-suffix // PAGE)
+    pages = torch.randperm(groups * (prefix // PAGE + samples * own), device=DEVICE).int() + 1
+    shared = pages[: groups * (prefix // PAGE)].view(groups, 1, -1).expand(-1, samples, -1)
+    private = pages[groups * (prefix // PAGE) :].view(groups, samples, own)
+    lengths = np.full(groups * samples, prefix + suffix, np.int32)
+    return with_pages(lengths, torch.cat((shared, private), 2).flatten())
+
+
+def with_pages(lengths: np.ndarray, indices: torch.Tensor) -> Batch:
+    held = -(-lengths // PAGE)
+    blocks = int(indices.max()) + 1
     layer_bytes = blocks * PAGE * BYTES_PER_TOKEN
     layers = max(2, min(36, int(400e6 // layer_bytes) + 1))
     pool = [torch.randn(2, blocks, PAGE, KV_HEADS, DIM, device=DEVICE, dtype=torch.bfloat16) for _ in range(layers)]
     return Batch(
         lengths=lengths,
         indptr=torch.from_numpy(np.concatenate(([0], np.cumsum(held))).astype(np.int32)),
-        indices=(torch.randperm(blocks - 1, device=DEVICE) + 1).int(),
+        indices=indices,
         last_page=torch.from_numpy(((lengths - 1) % PAGE + 1).astype(np.int32)),
         keys=[kv[0] for kv in pool],
         values=[kv[1] for kv in pool],
@@ -99,12 +116,20 @@ def one_chunk(batch: Batch) -> Call:
 
 
 def tiles(batch: Batch) -> Call:
+    return cut_call(batch, no_runs(len(batch.lengths)))
+
+
+def runs(batch: Batch) -> Call:
+    return cut_call(batch, find_runs(batch.indptr.numpy(), batch.indices.cpu().numpy(), most_runs(len(batch.lengths))))
+
+
+def cut_call(batch: Batch, sharing: Runs) -> Call:
     rows = len(batch.lengths)
-    cutting = cut(batch.lengths, capacity(rows))
-    on = [
-        torch.from_numpy(a).to(DEVICE)
-        for a in (cutting.rows, cutting.starts, cutting.stops, cutting.firsts, cutting.counts)
-    ]
+    before = sharing.before(rows)
+    cutting = cut(np.concatenate((batch.lengths - before, sharing.lengths)), capacity(rows))
+    skipped = np.concatenate((before, np.zeros_like(sharing.lengths)))[cutting.rows]
+    arrays = (cutting.rows, cutting.starts + skipped, cutting.stops + skipped, cutting.firsts, cutting.counts)
+    on = [torch.from_numpy(array).to(DEVICE) for array in (*arrays, sharing.seats, sharing.members)]
     indptr = batch.indptr.to(DEVICE)
     scratch = ours.DecodeScratch(capacity(rows), rows, HEADS, KV_HEADS, DIM, DEVICE)
 
@@ -151,18 +176,59 @@ def eager_us(batch: Batch, call: Call) -> float:
     return float(np.median(times[2:]))
 
 
-def measure(lengths: np.ndarray) -> dict[str, float]:
-    batch = make(lengths)
+def measure(batch: Batch, tokens: int, **candidates: Callable[[Batch], Call]) -> dict[str, float]:
+    """tokens: whose KV has to be read at least."""
     call = eager(batch)
-    row = {"floor": float(lengths.sum()) * BYTES_PER_TOKEN / COPY_BANDWIDTH * 1e6, "eager": eager_us(batch, call)}
+    row = {"floor": tokens * BYTES_PER_TOKEN / COPY_BANDWIDTH * 1e6, "eager": eager_us(batch, call)}
     expected = call(0).flatten(1).double()
-    candidates: dict[str, Call] = {"split": split(batch), "one_chunk": one_chunk(batch), "tiles": tiles(batch)}
     for name, candidate in candidates.items():
-        row[name], outputs = replay_us(batch, candidate)
+        row[name], outputs = replay_us(batch, candidate(batch))
         error = (outputs[0].flatten(1).double() - expected).norm() / expected.norm()
         row[f"{name}_error"] = float(error)
         assert error < 1e-2, f"{name} is wrong: {error}"
+    torch.cuda.empty_cache()
     return row
+
+
+def show(name: str, row: dict[str, float]) -> None:
+    times = " ".join(f"{key} {value:8.1f}" for key, value in row.items() if "error" not in key)
+    print(f"{name:26} {times}", flush=True)
+
+
+def sweep(quick: bool) -> Iterator[dict[str, object]]:
+    points = (
+        [(1, 512), (1, 2048), (1, 8192), (8, 320), (16, 320), (8, 2048), (64, 800), (64, 1024), (256, 800), (256, 2048)]
+        if quick
+        else [(batch, context) for batch in (1, 4, 16, 64, 256) for context in (512, 2048, 8192, 32768)]
+    )
+    for batch, context in points:
+        for skew in (False, True):
+            if skew and (batch == 1 or (quick and batch < 64)):
+                continue
+            lengths = np.full(batch, context, np.int32)
+            if skew:
+                lengths[-1] *= 16
+            if int(lengths.sum()) * BYTES_PER_TOKEN > 45e9:
+                continue
+            row = measure(make(lengths), int(lengths.sum()), split=split, one_chunk=one_chunk, tiles=tiles)
+            show(f"{batch:4} x {context:5} {'skew' if skew else ''}", row)
+            yield {"batch": batch, "context": context, "skew": skew, **row}
+
+
+def group_sweep() -> Iterator[dict[str, object]]:
+    for groups, samples, prefix, suffix in (
+        *((64, 8, 1024, suffix) for suffix in (128, 256, 640, 1024)),
+        (32, 8, 1024, 256),
+        (16, 16, 1024, 256),
+        (8, 8, 1024, 256),
+        (64, 8, 256, 256),
+        (16, 8, 12000, 1000),
+        (2, 8, 1024, 256),
+    ):
+        tokens = groups * (prefix + samples * suffix)
+        row = measure(make_groups(groups, samples, prefix, suffix), tokens, split=split, tiles=tiles, runs=runs)
+        show(f"{groups:3} x {samples:2}, {prefix:5} + {suffix:4}", row)
+        yield {"groups": groups, "samples": samples, "prefix": prefix, "suffix": suffix, **row}
 
 
 def main() -> None:
@@ -170,29 +236,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a dozen points instead of the whole sweep")
     parser.add_argument("--json", type=Path, help="write the rows here")
     args = parser.parse_args()
-    points = (
-        [(1, 512), (1, 2048), (1, 8192), (8, 320), (16, 320), (8, 2048), (64, 800), (64, 1024), (256, 800), (256, 2048)]
-        if args.quick
-        else [(batch, context) for batch in (1, 4, 16, 64, 256) for context in (512, 2048, 8192, 32768)]
-    )
-    rows = []
-    for batch, context in points:
-        for skew in (False, True):
-            if skew and (batch == 1 or (args.quick and batch < 64)):
-                continue
-            lengths = np.full(batch, context, np.int32)
-            if skew:
-                lengths[-1] *= 16
-            if int(lengths.sum()) * BYTES_PER_TOKEN > 45e9:
-                continue
-            row = {"batch": batch, "context": context, "skew": skew, **measure(lengths)}
-            torch.cuda.empty_cache()
-            rows.append(row)
-            print(
-                f"{batch:4} x {context:5} {'skew' if skew else '    '} "
-                + " ".join(f"{k} {v:8.1f}" for k, v in row.items() if isinstance(v, float) and "error" not in k),
-                flush=True,
-            )
+    rows = {"groups": list(group_sweep()), "rows": list(sweep(args.quick))}
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1))
 

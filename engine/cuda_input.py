@@ -15,7 +15,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.attention.split import capacity, cut
+from engine.attention.shared import MEMBERS, Runs, find_runs, no_runs
+from engine.attention.split import capacity, cut, most_runs
 from engine.config import BLOCK_SIZE
 from engine.memory import Memory
 from engine.sampler import PlainLaw
@@ -31,7 +32,9 @@ _KINDS = {
     "block_indptr": torch.int32,
     "first_tiles": torch.int32,
     "tile_counts": torch.int32,
-    "tile_rows": torch.int32,
+    "seats": torch.int32,
+    "members": torch.int32,
+    "tile_owners": torch.int32,
     "tile_starts": torch.int32,
     "tile_stops": torch.int32,
     "temperature": torch.float32,
@@ -41,6 +44,7 @@ _KINDS = {
 """The fixed arrays in the order in which they lie in the buffer. keys has five entries a row."""
 
 _ALIGNMENT = 16
+_NOTHING_SHARED = (np.empty(0, np.int32), no_runs(0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +74,10 @@ class CudaInput:
             "keys": 5 * max_rows,
             "block_ids": max_blocks,
             "block_indptr": max_rows + 2,
+            "members": most_runs(max_rows) * MEMBERS,
         }
-        sizes |= dict.fromkeys(("tile_rows", "tile_starts", "tile_stops"), capacity(max_rows))
+        sizes |= dict.fromkeys(("first_tiles", "tile_counts"), max_rows + 1 + most_runs(max_rows))
+        sizes |= dict.fromkeys(("tile_owners", "tile_starts", "tile_stops"), capacity(max_rows))
         offsets, end = {}, 0
         for name, kind in _KINDS.items():
             offsets[name] = end
@@ -93,6 +99,7 @@ class CudaInput:
             for array in host.values():
                 array[...] = 0
         self._device.zero_()
+        self._sharing = _NOTHING_SHARED
 
     def pack_decode(self, ring: int, plan: StepPlan, law: PlainLaw | None, rows: int) -> None:
         """A step of decode rows only, padded to `rows`: padding rows use the padding slot and the dummy block."""
@@ -131,18 +138,41 @@ class CudaInput:
         host["block_indptr"][used + 1 : decode_rows + 1] = plan.block_indptr[-1]
         host["block_ids"][: len(plan.block_ids)] = plan.block_ids
         if decodes:
-            most = capacity(decode_rows)
-            tiles = cut(plan.context_lens[:decodes] + 1, most)
-            for name, array in (("tile_rows", tiles.rows), ("tile_starts", tiles.starts), ("tile_stops", tiles.stops)):
-                host[name][:most] = array
-            host["first_tiles"][:decodes] = tiles.firsts
-            host["tile_counts"][:decodes] = tiles.counts
+            self._pack_tiles(host, plan, decode_rows)
         sampling = plan.slots[plan.samples]
         host["sample_slots"][: len(sampling)] = sampling
         if law is not None:
             host["temperature"][: len(sampling)] = law.temperature
             host["greedy"][: len(sampling)] = law.greedy
             host["keys"][: 5 * len(sampling)] = law.keys.reshape(-1)
+
+    def _pack_tiles(self, host: dict[str, npt.NDArray[np.generic]], plan: StepPlan, rows: int) -> None:
+        """rows: of the step, padding included; its runs own tiles as rows beyond that."""
+        decodes = plan.num_decode
+        runs = self._runs(plan, most_runs(rows))
+        before = runs.before(decodes)
+        tiles = cut(np.concatenate((plan.context_lens[:decodes] + 1 - before, runs.lengths)), capacity(rows))
+        skipped = np.concatenate((before, np.zeros_like(runs.lengths)))[tiles.rows]
+        host["tile_owners"][: len(tiles.rows)] = tiles.rows + (rows - decodes) * (tiles.rows >= decodes)
+        host["tile_starts"][: len(tiles.rows)] = tiles.starts + skipped
+        host["tile_stops"][: len(tiles.rows)] = tiles.stops + skipped
+        for name, array in (("first_tiles", tiles.firsts), ("tile_counts", tiles.counts)):
+            host[name][:decodes] = array[:decodes]
+            host[name][rows : rows + len(runs.lengths)] = array[decodes:]
+        host["seats"][:decodes] = runs.seats
+        host["members"][: runs.members.size] = runs.members.reshape(-1)
+
+    def _runs(self, plan: StepPlan, most: int) -> Runs:
+        """Blocks are only ever appended to running rows, so the same rows as in the step before share the same."""
+        slots = plan.slots[: plan.num_decode]
+        if not most:
+            self._sharing = _NOTHING_SHARED
+            return no_runs(len(slots))
+        before, runs = self._sharing
+        if plan.starts or len(runs.lengths) > most or not np.array_equal(slots, before):
+            runs = find_runs(plan.block_indptr[: plan.num_decode + 1], plan.block_ids, most)
+            self._sharing = (slots.copy(), runs)
+        return runs
 
     def _copy(self, ring: int, end: int) -> None:
         self._device[:end].copy_(self._hosts[ring][:end], non_blocking=True)

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from engine.attention.split import capacity
+from engine.attention.shared import MEMBERS
+from engine.attention.split import capacity, most_runs
 from engine.kernels.paged_decode import DecodeScratch, paged_decode
 
 
@@ -22,11 +23,13 @@ class DecodeStep:
     """Views of the step's input for `rows` decode rows; shapes as in `paged_decode`."""
 
     rows: int
-    tile_rows: Tensor
+    tile_owners: Tensor
     tile_starts: Tensor
     tile_stops: Tensor
     first_tiles: Tensor
     tile_counts: Tensor
+    seats: Tensor
+    members: Tensor
     block_indptr: Tensor
     block_ids: Tensor
     scratch: DecodeScratch
@@ -34,14 +37,16 @@ class DecodeStep:
     @classmethod
     def of(cls, fixed: Mapping[str, Tensor], rows: int, scratch: DecodeScratch) -> DecodeStep:
         """fixed: `CudaInput.fixed`."""
-        tiles = capacity(rows)
+        tiles, runs = capacity(rows), most_runs(rows)
         return cls(
             rows,
-            fixed["tile_rows"][:tiles],
+            fixed["tile_owners"][:tiles],
             fixed["tile_starts"][:tiles],
             fixed["tile_stops"][:tiles],
-            fixed["first_tiles"][:rows],
-            fixed["tile_counts"][:rows],
+            fixed["first_tiles"][: rows + runs],
+            fixed["tile_counts"][: rows + runs],
+            fixed["seats"][:rows],
+            fixed["members"][: runs * MEMBERS],
             fixed["block_indptr"][: rows + 1],
             fixed["block_ids"],
             scratch,
@@ -58,11 +63,13 @@ class DecodeStep:
             q,
             keys,
             values,
-            self.tile_rows,
+            self.tile_owners,
             self.tile_starts,
             self.tile_stops,
             self.first_tiles,
             self.tile_counts,
+            self.seats,
+            self.members,
             self.block_indptr,
             self.block_ids,
             self.scratch,

@@ -1,7 +1,8 @@
 """How the decode rows of a step are cut into tiles, so that no row makes the others wait.
 
 The cut is made on the host, once a step, and shared by all layers. It depends on lengths only; its arrays have a
-fixed size per batch size, so that a captured graph reads them at fixed addresses.
+fixed size per batch size, so that a captured graph reads them at fixed addresses. What several rows share (`Runs`) is
+cut like a row of its own.
 """
 
 from __future__ import annotations
@@ -38,9 +39,19 @@ class Tiles:
     counts: IntArray
 
 
+SHARE_FROM = 16
+"""Decode rows from which on shared prefixes are read once: below, the attention of a step is short anyway."""
+
+
 def capacity(rows: int) -> int:
-    """Tiles that a step of `rows` decode rows may be cut into: two waves at least, and two waves beyond one a row."""
-    return 2 * WAVE + (rows if rows > WAVE else 0)
+    """Tiles that a step of `rows` decode rows may be cut into: two waves at least, and two waves beyond one a row and
+    one for every eighth row, for what it shares."""
+    return 2 * WAVE + (rows + rows // 8 if rows > WAVE else 0)
+
+
+def most_runs(rows: int) -> int:
+    """Runs of rows with a shared prefix that a step of `rows` decode rows may have."""
+    return min(rows // 2, capacity(rows) - rows) if rows >= SHARE_FROM else 0
 
 
 def cut(lengths: npt.NDArray[np.int32], most: int) -> Tiles:

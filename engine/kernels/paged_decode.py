@@ -3,6 +3,10 @@
 Flash-decoding (Dao et al., 2023) over the tiles of `engine.attention.split.cut`. A row of one tile writes its output
 directly; the tiles of a longer row write partial results, and the last of them to finish puts these together, found
 by a counter that it leaves at zero again. So there is no second launch and nothing to plan on the device.
+
+Rows that share a prefix (`engine.attention.shared.Runs`) are read together there, as Hydragen does it (Juravsky et al.,
+2024), but in the same launch: the queries of all members multiply one read of the prefix, which leaves a partial result
+for each of them. To a row, all tiles of its run count as one.
 """
 
 from __future__ import annotations
@@ -12,6 +16,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from engine.attention.shared import MEMBERS
+from engine.attention.split import most_runs
 from engine.kernels.overlap import between_linears
 
 TOKENS, WARPS, STAGES = 64, 4, 3
@@ -22,23 +28,30 @@ MERGE = 8
 
 
 class DecodeScratch:
-    """Partial results of up to `tiles` tiles, shared by all layers and graphs (they run one after the other)."""
+    """Partial results of up to `tiles` tiles, shared by all layers and graphs (they run one after the other).
+
+    arrived: int32[rows + runs, kv_heads], tiles that are done; zero between launches.
+    """
 
     def __init__(self, tiles: int, rows: int, heads: int, kv_heads: int, dim: int, device: torch.device) -> None:
-        self.out = torch.empty(tiles, heads, dim, dtype=torch.float32, device=device)
-        self.stats = torch.empty(tiles, heads, 2, dtype=torch.float32, device=device)
-        self.arrived = torch.zeros(rows, kv_heads, dtype=torch.int32, device=device)
+        runs = most_runs(rows)
+        places = tiles * (MEMBERS if runs else 1)
+        self.out = torch.empty(places, heads, dim, dtype=torch.float32, device=device)
+        self.stats = torch.empty(places, heads, 2, dtype=torch.float32, device=device)
+        self.arrived = torch.zeros(rows + runs, kv_heads, dtype=torch.int32, device=device)
 
 
 def paged_decode(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    tile_rows: torch.Tensor,
+    tile_owners: torch.Tensor,
     tile_starts: torch.Tensor,
     tile_stops: torch.Tensor,
     first_tiles: torch.Tensor,
     tile_counts: torch.Tensor,
+    seats: torch.Tensor,
+    members: torch.Tensor,
     block_indptr: torch.Tensor,
     block_ids: torch.Tensor,
     scratch: DecodeScratch,
@@ -46,38 +59,46 @@ def paged_decode(
 ) -> None:
     """q: [R, heads, dim] -> out, alike. keys, values: [blocks, 16, kv_heads, dim]. Rows without a tile stay unwritten.
 
-    tile_rows, tile_starts, tile_stops: int32[tiles]; first_tiles, tile_counts: int32[R] (`Tiles`).
-    block_indptr: int32[R + 1] and block_ids: int32[N], the rows' KV blocks. dim must be a power of two.
+    An owner of tiles is a row, or R + a run. tile_owners, tile_starts, tile_stops: int32[tiles]; first_tiles,
+    tile_counts: int32[R + runs] (`Tiles`). seats: int32[R], members: int32[runs, MEMBERS] (`Runs`); no runs where
+    members is empty. block_indptr: int32[R + 1] and block_ids: int32[N], the rows' KV blocks. dim must be a power of
+    two.
     """
     heads, dim = q.shape[1:]
     block, kv_heads = keys.shape[1:3]
     group = heads // kv_heads
+    head_rows = triton.next_power_of_2(group)
     overlap = between_linears(len(q), q.device)
-    _kernel[(kv_heads, len(tile_rows))](
+    _kernel[(kv_heads, len(tile_owners))](
         q,
         keys,
         values,
-        tile_rows,
+        tile_owners,
         tile_starts,
         tile_stops,
         first_tiles,
         tile_counts,
+        seats,
+        members,
         block_indptr,
         block_ids,
         scratch.out,
         scratch.stats,
         scratch.arrived,
         out,
+        len(q),
         dim**-0.5 * 1.4426950408889634,
         HEADS=heads,
         KV_HEADS=kv_heads,
         GROUP=group,
-        MEMBERS=triton.next_power_of_2(group),
-        ROWS=max(16, triton.next_power_of_2(group)),
+        HEAD_ROWS=head_rows,
+        ROWS=max(16, head_rows),  # no fewer make a matrix product
+        RUN_ROWS=max(16, MEMBERS * head_rows),
         DIM=dim,
         PAGE=block,
         TOKENS=TOKENS,
         MERGE=MERGE,
+        MEMBERS=MEMBERS if len(members) else 1,
         OVERLAP=overlap,
         num_warps=WARPS,
         num_stages=STAGES,
@@ -85,57 +106,206 @@ def paged_decode(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _kernel(
     q,
     keys,
     values,
-    tile_rows,
+    tile_owners,
     tile_starts,
     tile_stops,
     first_tiles,
     tile_counts,
+    seats,
+    members,
     block_indptr,
     block_ids,
     part_out,
     part_stats,
     arrived,
     out,
+    num_rows,
     scale,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    MEMBERS: tl.constexpr,
+    HEAD_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
+    RUN_ROWS: tl.constexpr,
     DIM: tl.constexpr,
     PAGE: tl.constexpr,
     TOKENS: tl.constexpr,
     MERGE: tl.constexpr,
+    MEMBERS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    """MEMBERS: places of a tile's partial results; 1 where there are no runs."""
     kv_head, tile = tl.program_id(0), tl.program_id(1)
-    row = tl.load(tile_rows + tile)
+    owner = tl.load(tile_owners + tile)
     start = tl.load(tile_starts + tile)
     stop = tl.load(tile_stops + tile)
-    first = tl.load(first_tiles + row)
-    tiles = tl.load(tile_counts + row)
-    blocks = block_ids + tl.load(block_indptr + row)
     if OVERLAP:  # the tables above were there before the step
         gdc_wait()
         gdc_launch_dependents()
     if start == stop:
         return
 
-    # The GROUP query heads of one KV head are the rows of a small matrix product, padded to a tensor core's 16.
-    member = tl.arange(0, ROWS)
-    d = tl.arange(0, DIM)
-    head = kv_head * GROUP + member
-    real = member < GROUP
-    query = tl.load(q + (row.to(tl.int64) * HEADS + head[:, None]) * DIM + d[None, :], mask=real[:, None], other=0.0)
+    if MEMBERS == 1:
+        _row_tile(
+            q, keys, values, first_tiles, tile_counts, seats, block_indptr, block_ids, part_out, part_stats, arrived,
+            out, num_rows, scale, kv_head, tile, owner, start, stop,
+            HEADS, KV_HEADS, GROUP, HEAD_ROWS, ROWS, DIM, PAGE, TOKENS, MERGE, MEMBERS,
+        )  # fmt: skip
+    elif owner < num_rows:
+        _row_tile(
+            q, keys, values, first_tiles, tile_counts, seats, block_indptr, block_ids, part_out, part_stats, arrived,
+            out, num_rows, scale, kv_head, tile, owner, start, stop,
+            HEADS, KV_HEADS, GROUP, HEAD_ROWS, ROWS, DIM, PAGE, TOKENS, MERGE, MEMBERS,
+        )  # fmt: skip
+    else:
+        _run_tile(
+            q, keys, values, first_tiles, tile_counts, members, block_indptr, block_ids, part_out, part_stats, arrived,
+            out, num_rows, scale, kv_head, tile, owner, start, stop,
+            HEADS, KV_HEADS, GROUP, HEAD_ROWS, RUN_ROWS, DIM, PAGE, TOKENS, MERGE, MEMBERS,
+        )  # fmt: skip
 
-    largest = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, DIM], tl.float32)
+
+@triton.jit
+def _row_tile(
+    q,
+    keys,
+    values,
+    first_tiles,
+    tile_counts,
+    seats,
+    block_indptr,
+    block_ids,
+    part_out,
+    part_stats,
+    arrived,
+    out,
+    num_rows,
+    scale,
+    kv_head,
+    tile,
+    owner,
+    start,
+    stop,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_ROWS: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    MERGE: tl.constexpr,
+    MEMBERS: tl.constexpr,
+):
+    """Tokens of one row: the GROUP query heads of a KV head are the rows of a small matrix product, padded to a tensor
+    core's 16."""
+    d = tl.arange(0, DIM)
+    place = tl.arange(0, ROWS)
+    real = place < GROUP
+    row = owner.to(tl.int64)
+    head = kv_head * GROUP + place
+    query = tl.load(q + (row * HEADS + head[:, None]) * DIM + d[None, :], mask=real[:, None], other=0.0)
+    blocks = block_ids + tl.load(block_indptr + owner)
+    tiles = tl.load(tile_counts + owner)
+    seat = -1
+    if MEMBERS > 1:
+        seat = tl.load(seats + owner)
+    largest, total, acc = _read(query, keys, values, blocks, start, stop, kv_head, scale, KV_HEADS, DIM, PAGE, TOKENS)
+    if tiles == 1 and seat < 0:
+        target = out + (row * HEADS + head[:, None]) * DIM + d[None, :]
+        tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=real[:, None])
+    else:
+        part = tile * MEMBERS * HEADS + head
+        _leave(part_out, part_stats, part, real, largest, total, acc, DIM)
+        if _arrive(arrived + owner * KV_HEADS + kv_head, tiles + tl.where(seat < 0, 0, 1)):
+            _merge(
+                part_out, part_stats, out, first_tiles, tile_counts, num_rows, owner, seat, kv_head,
+                HEADS, GROUP, HEAD_ROWS, DIM, MERGE, MEMBERS,
+            )  # fmt: skip
+
+
+@triton.jit
+def _run_tile(
+    q,
+    keys,
+    values,
+    first_tiles,
+    tile_counts,
+    members,
+    block_indptr,
+    block_ids,
+    part_out,
+    part_stats,
+    arrived,
+    out,
+    num_rows,
+    scale,
+    kv_head,
+    tile,
+    owner,
+    start,
+    stop,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_ROWS: tl.constexpr,
+    RUN_ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    MERGE: tl.constexpr,
+    MEMBERS: tl.constexpr,
+):
+    """Tokens that the members of a run share: the query heads of all of them are the rows of one matrix product."""
+    run = owner - num_rows
+    d = tl.arange(0, DIM)
+    place = tl.arange(0, RUN_ROWS)
+    member, inner = place // HEAD_ROWS, place % HEAD_ROWS
+    row = tl.load(members + run * MEMBERS + member, mask=member < MEMBERS, other=-1).to(tl.int64)
+    real = (row >= 0) & (inner < GROUP)
+    head = kv_head * GROUP + inner
+    query = tl.load(q + (row * HEADS + head)[:, None] * DIM + d[None, :], mask=real[:, None], other=0.0)
+    blocks = block_ids + tl.load(block_indptr + tl.load(members + run * MEMBERS))
+    largest, total, acc = _read(query, keys, values, blocks, start, stop, kv_head, scale, KV_HEADS, DIM, PAGE, TOKENS)
+    part = (tile * MEMBERS + member) * HEADS + head
+    _leave(part_out, part_stats, part, real, largest, total, acc, DIM)
+    if _arrive(arrived + owner * KV_HEADS + kv_head, tl.load(tile_counts + owner)):
+        for m in range(MEMBERS):
+            waiting = tl.load(members + run * MEMBERS + m)
+            if waiting >= 0:
+                if _arrive(arrived + waiting * KV_HEADS + kv_head, tl.load(tile_counts + waiting) + 1):
+                    _merge(
+                        part_out, part_stats, out, first_tiles, tile_counts, num_rows, waiting, run * MEMBERS + m,
+                        kv_head, HEADS, GROUP, HEAD_ROWS, DIM, MERGE, MEMBERS,
+                    )  # fmt: skip
+
+
+@triton.jit
+def _read(
+    query,
+    keys,
+    values,
+    blocks,
+    start,
+    stop,
+    kv_head,
+    scale,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Softmax attention of query [rows, DIM] over tokens [start, stop) of one block table: the largest score, the sum
+    of weights relative to it, and the weighted values, not yet divided."""
+    d = tl.arange(0, DIM)
+    largest = tl.full([query.shape[0]], float("-inf"), tl.float32)
+    total = tl.zeros([query.shape[0]], tl.float32)
+    acc = tl.zeros([query.shape[0], DIM], tl.float32)
     for begin in range(start, stop, TOKENS):
         position = begin + tl.arange(0, TOKENS)
         live = position < stop
@@ -151,23 +321,26 @@ def _kernel(
         acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v)
         total = total * shrink + tl.sum(weights, axis=1)
         largest = above
+    return largest, total, acc
 
-    target = out + (row.to(tl.int64) * HEADS + head[:, None]) * DIM + d[None, :]
-    if tiles == 1:
-        tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=real[:, None])
-        return
 
-    part = tile * HEADS + head
+@triton.jit
+def _leave(part_out, part_stats, part, real, largest, total, acc, DIM: tl.constexpr):
+    """Write partial results for whoever will merge them."""
+    d = tl.arange(0, DIM)
     tl.store(part_out + part[:, None] * DIM + d[None, :], acc, mask=real[:, None])
     tl.store(part_stats + part * 2, largest, mask=real)
     tl.store(part_stats + part * 2 + 1, total, mask=real)
     tl.debug_barrier()  # every thread's stores come before the one thread's count
-    counter = arrived + row * KV_HEADS + kv_head
-    if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") < tiles - 1:
-        return
 
-    tl.store(counter, 0)
-    _merge(part_out, part_stats, out, row, kv_head, first, tiles, HEADS, GROUP, MEMBERS, DIM, MERGE)
+
+@triton.jit
+def _arrive(counter, expected):
+    """Is this the last of `expected` arrivals? Then the counter is zero again."""
+    last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == expected - 1
+    if last:
+        tl.store(counter, 0)
+    return last
 
 
 @triton.jit
@@ -175,41 +348,96 @@ def _merge(
     part_out,
     part_stats,
     out,
+    first_tiles,
+    tile_counts,
+    num_rows,
     row,
+    seat,
     kv_head,
-    first,
-    tiles,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    MEMBERS: tl.constexpr,
+    HEAD_ROWS: tl.constexpr,
     DIM: tl.constexpr,
     MERGE: tl.constexpr,
+    MEMBERS: tl.constexpr,
 ):
-    """Put a row's partial results together, in tile order, so that the result does not depend on who was last. The
-    maximum comes first: the reads of the partial outputs then wait for nothing, and MERGE of them are under way."""
+    """Put a row's partial results together, its own tiles first, then its run's, in tile order: the result does not
+    depend on who was last. The maximum comes first: the reads of the partial outputs then wait for nothing, and MERGE
+    of them are under way."""
     d = tl.arange(0, DIM)
-    member = tl.arange(0, MEMBERS)
-    real = member < GROUP
-    head = kv_head * GROUP + member
-    last = first + tiles
-    top = tl.full([MEMBERS], float("-inf"), tl.float32)
-    for begin in range(first, last, MERGE):
-        for i in tl.static_range(MERGE):
-            tile = member * 0 + begin + i
-            stats = part_stats + (tile * HEADS + head) * 2
-            top = tl.maximum(top, tl.load(stats, mask=real & (tile < last), other=float("-inf")))
+    place = tl.arange(0, HEAD_ROWS)
+    real = place < GROUP
+    head = kv_head * GROUP + place
+    first = tl.load(first_tiles + row)
+    tiles = tl.load(tile_counts + row)
+    top = tl.full([HEAD_ROWS], float("-inf"), tl.float32)
+    top = _highest(part_stats, top, first, tiles, 0, head, real, HEADS, MERGE, MEMBERS)
+    shared, shared_tiles = 0, 0
+    if MEMBERS > 1:
+        if seat >= 0:
+            shared = tl.load(first_tiles + num_rows + seat // MEMBERS)
+            shared_tiles = tl.load(tile_counts + num_rows + seat // MEMBERS)
+        top = _highest(part_stats, top, shared, shared_tiles, seat % MEMBERS, head, real, HEADS, MERGE, MEMBERS)
     top = tl.where(real, top, 0.0)
-    total = tl.zeros([MEMBERS], tl.float32)
-    acc = tl.zeros([MEMBERS, DIM], tl.float32)
-    for begin in range(first, last, MERGE):
+    total = tl.zeros([HEAD_ROWS], tl.float32)
+    acc = tl.zeros([HEAD_ROWS, DIM], tl.float32)
+    total, acc = _sum(part_out, part_stats, top, total, acc, first, tiles, 0, head, real, HEADS, DIM, MERGE, MEMBERS)
+    if MEMBERS > 1:
+        total, acc = _sum(
+            part_out, part_stats, top, total, acc, shared, shared_tiles, seat % MEMBERS, head, real,
+            HEADS, DIM, MERGE, MEMBERS,
+        )  # fmt: skip
+    total = tl.where(real, total, 1.0)
+    target = out + (row.to(tl.int64) * HEADS + head[:, None]) * DIM + d[None, :]
+    tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=real[:, None])
+
+
+@triton.jit
+def _highest(
+    part_stats,
+    top,
+    first,
+    tiles,
+    member,
+    head,
+    real,
+    HEADS: tl.constexpr,
+    MERGE: tl.constexpr,
+    MEMBERS: tl.constexpr,
+):
+    for begin in range(first, first + tiles, MERGE):
         for i in tl.static_range(MERGE):
-            tile = member * 0 + begin + i
-            live = real & (tile < last)
-            part = tile * HEADS + head
+            tile = head * 0 + begin + i
+            stats = part_stats + ((tile * MEMBERS + member) * HEADS + head) * 2
+            top = tl.maximum(top, tl.load(stats, mask=real & (tile < first + tiles), other=float("-inf")))
+    return top
+
+
+@triton.jit
+def _sum(
+    part_out,
+    part_stats,
+    top,
+    total,
+    acc,
+    first,
+    tiles,
+    member,
+    head,
+    real,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    MERGE: tl.constexpr,
+    MEMBERS: tl.constexpr,
+):
+    d = tl.arange(0, DIM)
+    for begin in range(first, first + tiles, MERGE):
+        for i in tl.static_range(MERGE):
+            tile = head * 0 + begin + i
+            live = real & (tile < first + tiles)
+            part = (tile * MEMBERS + member) * HEADS + head
             weight = tl.exp2(tl.load(part_stats + part * 2, mask=live, other=float("-inf")) - top)
             total += tl.load(part_stats + part * 2 + 1, mask=live, other=0.0) * weight
             some = tl.load(part_out + part[:, None] * DIM + d[None, :], mask=live[:, None], other=0.0)
             acc += some * weight[:, None]
-    total = tl.where(real, total, 1.0)
-    target = out + (row.to(tl.int64) * HEADS + head[:, None]) * DIM + d[None, :]
-    tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=real[:, None])
+    return total, acc

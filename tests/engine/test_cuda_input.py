@@ -39,7 +39,7 @@ def test_a_decode_step_is_padded_with_the_padding_slot_and_the_dummy_block(buffe
     assert fixed["greedy"][:3].tolist() == [True, False, True]
     tiles = capacity(6)
     lengths = (fixed["tile_stops"] - fixed["tile_starts"])[:tiles]
-    read = torch.zeros(6, dtype=torch.int64).index_add_(0, fixed["tile_rows"][:tiles].long(), lengths.long())
+    read = torch.zeros(6, dtype=torch.int64).index_add_(0, fixed["tile_owners"][:tiles].long(), lengths.long())
     assert read.tolist() == [18, 32, 1, 0, 0, 0]
 
 
@@ -66,3 +66,18 @@ def test_a_mixed_step_keeps_its_tokens_behind_its_blocks(buffers: CudaInput) -> 
 def test_a_step_with_filters_needs_no_plain_law(buffers: CudaInput) -> None:
     buffers.pack_decode(0, plan(Row(1, 3, [2])), None, 1)
     assert buffers.fixed["slots"][:1].tolist() == [1]
+
+
+def test_siblings_own_what_is_theirs_and_a_run_what_they_share() -> None:
+    buffers = CudaInput(24, 64, 24 * 8, 2, Memory(CPU))
+    shared = [1, 2, 3, 4, 5]
+    rows = [Row(i, 5 * 16 + i, [*shared, 10 + 2 * i, 11 + 2 * i][: 6 + (i > 15)]) for i in range(17)]
+    step = plan(*rows)
+    buffers.pack_decode(0, step, law(17), 20)
+    fixed, tiles = buffers.fixed, capacity(20)
+    owners = fixed["tile_owners"][:tiles].long()
+    lengths = (fixed["tile_stops"] - fixed["tile_starts"])[:tiles].long()
+    read = torch.zeros(24, dtype=torch.int64).index_add_(0, owners, lengths)
+    assert read[:17].tolist() == [*range(1, 17), 97]
+    assert read[17:20].tolist() == [0, 0, 0]
+    assert read[20:].tolist() == [80, 80, 0, 0]  # 17 rows are two runs of eight and one row that reads all by itself
