@@ -146,7 +146,8 @@ def test_the_real_engine_answers_as_in_a_thread(tmp_path: Path) -> None:
     how = EngineRecipe({"path": first, "config": CONFIG, "weight_version": 3})
     engine = ProcessEngine(how)
     loaded = load_engine(first, CONFIG, weight_version=3)
-    assert engine.info == loaded.info
+    # But for the time that it took, and what is free now.
+    assert dataclasses.replace(engine.info, import_s=0.0, load_s=0.0, rest=loaded.info.rest) == loaded.info
     assert (engine.info.weight_version, engine.info.weight_digest) == (3, loaded.weights.digest)
     assert engine.info.kv_tokens == 8 * 256
     found = serve(engine, second)
