@@ -1,7 +1,7 @@
 """The worker's ROUTER socket on the event loop.
 
-The socket is read through its file descriptor and written without waiting: high-water marks are off, so a send
-either hands the frames to libzmq or says that the peer is gone. What may be sent is decided elsewhere (sender.py).
+The socket is read through its file descriptor and written without waiting: a send either hands the frames to libzmq
+or says that the peer is gone. What may be sent is decided elsewhere (sender.py).
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ from rollout.curve import CurveKeys
 
 BURST = 64
 """Messages read before other work on the loop gets its turn."""
+
+UNREAD = 32_768
+"""Messages a peer may leave unread before it counts as gone: more than any window holds, and replies have no window,
+so that a peer which asks and never reads would fill the memory."""
 
 
 class BindError(Exception):
@@ -44,7 +48,7 @@ class Channel:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.SNDHWM, UNREAD)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, max_frame)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(heartbeat_timeout * 250)))
@@ -71,12 +75,12 @@ class Channel:
         self._read_soon()
 
     def send(self, peer: bytes, frames: Sequence[bytes | memoryview]) -> bool:
-        """Hand a message over. False: there is no connection of that name."""
+        """Hand a message over. False: there is no connection of that name, or nobody reads at its other end."""
         try:
-            self._socket.send_multipart([peer, *frames], copy=False)
+            self._socket.send_multipart([peer, *frames], zmq.DONTWAIT, copy=False)
         except zmq.ZMQError as error:
-            # The second: a last task ends after the socket was closed.
-            if error.errno not in (errno.EHOSTUNREACH, zmq.ENOTSOCK):
+            # The last: a last task ends after the socket was closed.
+            if error.errno not in (errno.EHOSTUNREACH, zmq.EAGAIN, zmq.ENOTSOCK):
                 raise
             return False
         finally:

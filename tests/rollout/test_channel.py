@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from rollout.channel import BURST, BindError, Channel
+from rollout.channel import BURST, UNREAD, BindError, Channel
 from tests.rollout.workers import on_loop, soon
 
 
@@ -48,6 +48,29 @@ async def test_messages_come_in_order_and_replies_go_back() -> None:
             assert dealer.recv_multipart() == [b"re", str(i).encode()]
         assert router.rx_bytes == sum(len(str(i)) + i for i in range(5 * BURST))
         assert router.tx_bytes == sum(2 + len(str(i)) for i in range(5 * BURST))
+
+
+@on_loop
+async def test_a_peer_that_reads_nothing_counts_as_gone_and_others_are_served() -> None:
+    async with pair() as (router, dealer):
+        deaf = dealer.context.socket(zmq.DEALER)
+        deaf.linger, deaf.rcvhwm = 0, 1
+        deaf.setsockopt(zmq.IDENTITY, b"deaf")
+        deaf.connect(router.address)
+        received: list[bytes] = []
+        router.start(lambda peer, _frames: received.append(peer))
+        deaf.send(b"here")
+        dealer.send(b"here")
+        await soon(lambda: len(received) == 2)
+        sent = 0
+        while router.send(b"deaf", [b"x" * 1000]):
+            sent += 1
+            assert sent < 3 * UNREAD
+        assert sent >= UNREAD
+        assert router.send(b"peer", [b"still"])
+        assert dealer.poll(5000)
+        assert dealer.recv() == b"still"
+        deaf.close()
 
 
 @on_loop
