@@ -79,7 +79,7 @@ def _check_group(group: Group, model: ModelInfo, limits: Limits, resolve: Callab
         factory = resolve(group.environment)
     except BadRequest as error:
         raise BadRequest(error.message, field="environment.name") from None
-    if group.messages is None and declared(factory, "chat_roles"):
+    if group.messages is None and declared(group.environment, factory, "chat_roles"):
         raise BadRequest(f"environment {group.environment.name!r} goes on in messages: submit messages", field="prompt")
     for k, turn in enumerate(group.environment.script):
         for name, ids in (("glue", turn.glue), ("observation", turn.observation)):
