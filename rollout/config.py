@@ -94,6 +94,9 @@ class WorkerConfig(BaseSettings):
     )
     kv_memory: Bytes | None = option(None, "engine", "KV cache, instead of --kv-tokens", unit="bytes, or 2GiB")
     prefix_cache: bool = option(True, "engine", "share the KV of equal prefixes")
+    admission: Literal["whole", "open"] = option(
+        "whole", "engine", "run no more trajectories than fit into the KV cache to their ends; open: as many as may"
+    )
     overlap: bool = option(True, "engine", "launch a step before the result of the one before is read")
     decode_path: Literal["auto", "graph", "eager"] = option(
         "auto", "engine", "decode steps replay CUDA graphs or launch each kernel; auto: graphs on cuda"
@@ -129,7 +132,10 @@ class WorkerConfig(BaseSettings):
     env: Names = option(
         (),
         "environments",
-        "name=module:Class of an environment, from PYTHONPATH or the working directory; may be repeated",
+        "name=module:Class[,process] of an environment, from PYTHONPATH or the working directory; may be repeated",
+    )
+    env_processes: int = option(
+        8, "environments", "processes for environments that do not run in the worker; each serves several", gt=0
     )
 
     metrics_file: File | None = option(

@@ -34,7 +34,7 @@ DEFAULT_CONTEXT = 4096
 def load(config: WorkerConfig) -> Loaded:
     """The real engine over a checkpoint. Raises StartError, saying what to do."""
     try:
-        registry = Registry.load(config.env)
+        registry = Registry.load(config.env, processes=config.env_processes)
         tokenizer = Tokenizer.load(config.weights)
         chat = ChatFormat.load(config.weights, tokenizer)
         model_config = read_model_config(config.weights)
@@ -69,7 +69,8 @@ def load(config: WorkerConfig) -> Loaded:
         eos_ids=info.model.eos_ids,
         tokenizer_hash=tokenizer.hash if tokenizer else None,
     )
-    served = Served(model, info.weight_version, info.weight_digest, registry, tokenizer, chat)
+    kv_tokens = info.kv_tokens if config.admission == "whole" and config.prefix_cache else None
+    served = Served(model, info.weight_version, info.weight_digest, registry, tokenizer, chat, kv_tokens)
     return Loaded(handle, served, _summary(config, info, served), _processes(handle), _gpu_bytes(info))
 
 

@@ -29,6 +29,8 @@ from rollout.chat.format import ChatFormat
 from rollout.environments.base import Rewards, TextCodec
 from rollout.environments.registry import Registry
 from rollout.handlers import Handlers, as_error_reply
+from rollout.kv_budget import KvBudget
+from rollout.kv_gate import KvGate
 from rollout.observer import Observer, Silence
 from rollout.rollout import Rollout
 from rollout.score import Scorer
@@ -48,7 +50,10 @@ LINGER_S = 0.3
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What this worker serves. weight_version, weight_digest: of what was loaded at start."""
+    """What this worker serves. weight_version, weight_digest: of what was loaded at start.
+
+    kv_tokens: of the KV pool, where no more trajectories are to run than fit into it to their ends; else None.
+    """
 
     model: ModelInfo
     weight_version: int
@@ -56,6 +61,7 @@ class Served:
     environments: Registry
     tokenizer: TextCodec | None = None
     chat: ChatFormat | None = None
+    kv_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +112,16 @@ class Service:
             on_commit=lambda: self.batches.admit(),
             observer=observer,
         )
+        kv = None if served.kv_tokens is None else KvBudget(served.kv_tokens)
+        self._generator = self.engine if kv is None else KvGate(self.engine, kv, on_room=lambda: self.batches.admit())
         self.batches = Batches(
-            Admission(result_bytes=limits.result_bytes, at_once=at_once, max_waiting=max_waiting),
+            Admission(
+                result_bytes=limits.result_bytes,
+                at_once=at_once,
+                max_waiting=max_waiting,
+                max_context=served.model.max_context,
+                kv=kv,
+            ),
             launch=self._launch,
             untouched=self._untouched,
             version=lambda: self.weights.version,
@@ -140,6 +154,7 @@ class Service:
         finally:
             for task in (death, stop, tick):
                 task.cancel()
+            await self.environments.close()
             self._channel.close(LINGER_S)
 
     def stop(self) -> None:
@@ -181,7 +196,7 @@ class Service:
     def _launch(self, spec: TrajectorySpec, on_turn: Callable[[TurnDone], None]) -> Rollout:
         return Rollout(
             spec,
-            engine=self.engine,
+            engine=self._generator,
             environment=self.environments.resolve(spec.group.environment),
             model=self.model,
             on_turn=on_turn,

@@ -167,7 +167,7 @@ def _reset(environment: Environment, context: Context) -> Any:
 def _step(environment: Environment, turn: TurnResult, vocab_size: int) -> Any:
     def plain(returned: Any) -> Step:
         answer = check_step(returned, vocab_size)
-        return Step(answer.observation, answer.glue, answer.done, answer.reward, answer.max_tokens)
+        return Step(**{field.name: getattr(answer, field.name) for field in dataclasses.fields(Step)})
 
     return _then(environment.step(turn), plain)
 

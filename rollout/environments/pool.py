@@ -24,7 +24,7 @@ __all__ = ["Pool", "ProcessDied", "Reported", "Shared"]
 
 log = logging.getLogger(__name__)
 
-CLOSE_S: Final = 5.0
+CLOSE_S: Final = 1.0
 """How long processes that were killed may take to be gone."""
 
 

@@ -108,7 +108,16 @@ class Telling(Environment):
 
     async def step(self, turn: TurnResult) -> Step:
         assert turn.finish_reason == "stop"
-        return Step(observation=turn.token_ids, glue=[len(turn.logprobs)], done=True, reward=np.float32(0.25))
+        return Step(
+            observation=turn.token_ids,
+            glue=[len(turn.logprobs)],
+            opening=[9],
+            branch=[1, 2],
+            called=True,
+            done=True,
+            reward=np.float32(0.25),
+            max_tokens=4,
+        )
 
     async def finish(self, record: Record) -> Rewards:
         context = self.context
