@@ -17,10 +17,12 @@ from engine.handle import EngineHandle
 from rollout.channel import BindError, Channel
 from rollout.config import WorkerConfig
 from rollout.curve import CurveKeys
+from rollout.descriptors import lift_limit
 from rollout.metrics.gauges import Gauges
 from rollout.metrics.places import Places, open_places
 from rollout.metrics.watch import Metrics
 from rollout.service import Served, Service, Timeouts
+from rollout.summary import Summary, age
 
 log = logging.getLogger(__name__)
 
@@ -34,20 +36,21 @@ class StartError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """handle: not started. summary: lines that say what was loaded. processes: this one, and that of the engine.
+    """handle: not started. summary: what is said when it serves. processes: this one, and that of the engine.
 
     gpu_bytes: taken on the GPU.
     """
 
     handle: EngineHandle
     served: Served
-    summary: tuple[str, ...]
+    summary: Summary
     processes: tuple[int, ...] = ()
     gpu_bytes: int = 0
 
 
 def run_worker(config: WorkerConfig, load: Callable[[WorkerConfig], Loaded]) -> int:
     """Bind, load, serve until a signal comes, drain. Returns the exit code; raises StartError."""
+    lift_limit()
     # The address first: that it is taken should not be learned after a minute of loading.
     try:
         curve = CurveKeys.load(config.curve_secret, config.curve_clients) if config.curve_secret else None
@@ -92,10 +95,14 @@ async def _serve(config: WorkerConfig, channel: Channel, loaded: Loaded, metrics
 
     def ready() -> None:
         _spare_the_collector()
-        lines = [*loaded.summary, f"ready address={channel.address} pid={os.getpid()} boot_id={service.boot_id}"]
-        # Whoever started the worker may have stopped listening: that is no reason not to serve.
-        with contextlib.suppress(OSError, ValueError):
-            print("\n".join(lines), flush=True)
+        here = {"address": channel.address, "pid": os.getpid(), "boot_id": service.boot_id, "seconds": round(age(), 1)}
+        if config.log_format == "json":
+            log.info("ready", extra={**loaded.summary.fields(), **here})
+        else:
+            lines = [*loaded.summary.lines(), "ready " + " ".join(f"{name}={value}" for name, value in here.items())]
+            # Whoever started the worker may have stopped listening: that is no reason not to serve.
+            with contextlib.suppress(OSError, ValueError):
+                print("\n".join(lines), flush=True)
         if config.ready_file is not None:
             write_ready_file(config.ready_file, address=channel.address, boot_id=service.boot_id)
         watching.append(asyncio.get_running_loop().create_task(metrics.watch(service)))
