@@ -66,8 +66,10 @@ class WeightUpdates:
 
     @property
     def deadline(self) -> float | None:
-        """When `advance` must be called even if nothing else happens."""
-        return self._update.deadline if self._update is not None and self._update.commit is not None else None
+        """When `advance` must be called even if nothing else happens: now, once nothing runs that a commit waits for."""
+        if self._update is None or self._update.commit is None:
+            return None
+        return self._update.deadline if self._engine.has_started else self._clock()
 
     def take_reports(self) -> list[WeightsReport]:
         reports, self._reports = self._reports, []

@@ -244,6 +244,19 @@ def test_a_drain_times_out_though_nothing_else_happens(rig: Rig) -> None:
     assert isinstance(rig.listener.weights[1], Committed)
 
 
+def test_a_drain_ends_with_the_last_running_request_though_nothing_else_happens(rig: Rig) -> None:
+    rig.handle.send(PrepareWeights("u", "5", 7))
+    rig.listener.until(lambda: rig.listener.weights)
+    rig.runner.gate.clear()
+    rig.submit(ask("a", 20, 5))
+    assert rig.runner.entered.wait(20)
+    rig.handle.send(CommitWeights("u", drain_timeout=600.0))
+    rig.submit(ask("b", 20, 5))
+    rig.runner.gate.set()
+    assert rig.wait("a", "b")["b"].weight_versions == ((7, 5),)
+    assert isinstance(rig.listener.weights[1], Committed)
+
+
 def test_an_exception_in_the_loop_is_reported_and_everybody_gets_an_end(rig: Rig) -> None:
     rig.handle.send(PrepareWeights("u", "5", 7))
     rig.listener.until(lambda: rig.listener.weights)
