@@ -7,6 +7,7 @@ Its only words are JSON lines on standard output: {"info": ...} or {"warning": .
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -24,6 +25,8 @@ INIT_S = 30.0
 """How long an online run may take to begin before it becomes an offline one."""
 LEAVE_S = 30.0
 """How long the run may take to finish when the worker is gone and nobody else limits it."""
+ORPHANED_S = 5.0
+"""How long after the worker's death the end of the input may take to be seen."""
 WAITING = 10_000
 """Rows that wait for the run to begin; then the pipe fills, and the worker drops."""
 
@@ -84,7 +87,11 @@ def _begin(options: dict[str, Any], worker: int, words: TextIO) -> Any:
         run = begin("offline")
         _say(words, warning=f"{_short(error)}; the run is kept offline, see: wandb sync {_folder(run)}")
     else:
-        _say(words, info=run.url or f"an offline run in {_folder(run)}")
+        wanted = Path(os.environ.get("WANDB_DIR") or ".").resolve()
+        if not _folder(run).resolve().is_relative_to(wanted):
+            _say(words, warning=f"{wanted} cannot be written, the run is in {_folder(run)}")
+        else:
+            _say(words, info=run.url or f"an offline run in {_folder(run)}")
     return run
 
 
@@ -98,7 +105,9 @@ def _short(error: Exception) -> str:
 
 
 def _say(words: TextIO, **what: str) -> None:
-    print(json.dumps(what), file=words, flush=True)
+    # A worker that was killed hears nothing; its rows are still written.
+    with contextlib.suppress(OSError):
+        print(json.dumps(what), file=words, flush=True)
 
 
 def _read(rows: Queue[Row | None], _: int) -> None:
@@ -111,6 +120,7 @@ def _follow(rows: Queue[Row | None], worker: int) -> None:
     """Children of environments may hold the pipe open after the worker's death, too."""
     while os.getppid() == worker:
         time.sleep(1.0)
+    time.sleep(ORPHANED_S)
     _end(rows)
 
 

@@ -16,9 +16,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import IO, Any
+from typing import Any
 
 from rollout.metrics.row import ROUND_AXIS, TIME_AXIS, Row
 
@@ -42,11 +42,11 @@ class WandbOptions:
 
 
 class WandbRun:
-    """Starts the child. child: the module that it runs."""
+    """Starts the child. child: what Python is to run."""
 
-    def __init__(self, options: WandbOptions, *, child: str = "rollout.metrics.wandb_child") -> None:
+    def __init__(self, options: WandbOptions, *, child: Sequence[str] = ("-m", "rollout.metrics.wandb_child")) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", child],
+            [sys.executable, *child],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             # Its own words would stand between our log lines.
@@ -66,8 +66,9 @@ class WandbRun:
 
     def close(self) -> None:
         """The child finishes the run, for as long as it takes."""
+        assert self._process.stdin is not None
         with contextlib.suppress(OSError):
-            _end(self._process.stdin)
+            self._process.stdin.close()
         self._told.join()
         self._process.wait()
 
@@ -90,8 +91,3 @@ class WandbRun:
                 log.log(logging.WARNING if level == "warning" else logging.INFO, "W&B: %s", text)
         if (code := self._process.wait()) and not warned:
             log.warning("W&B's process ended with code %d after %.1f s", code, time.monotonic() - began)
-
-
-def _end(pipe: IO[str] | None) -> None:
-    assert pipe is not None
-    pipe.close()

@@ -38,8 +38,12 @@ def terminal(width: int = 100) -> Iterator[tuple[TextIO, int]]:
     os.close(screen)
 
 
-def shown(screen: int) -> str:
-    return os.read(screen, 65536).decode().replace("\r\n", "\n")
+def shown(screen: int, end: str) -> str:
+    """What is on the screen up to `end`; a terminal hands it over in pieces."""
+    text = ""
+    while not text.endswith(end):
+        text += os.read(screen, 65536).decode().replace("\r\n", "\n")
+    return text
 
 
 def test_log_lines_stand_above_the_live_line() -> None:
@@ -56,11 +60,12 @@ def test_log_lines_stand_above_the_live_line() -> None:
             logging.getLogger("test").warning("after")
         finally:
             root.removeHandler(handler)
-        assert shown(screen) == f"{CLEAR}one{CLEAR}a line of the log\n{CLEAR}two{CLEAR}after\n"
+        assert shown(screen, "after\n") == f"{CLEAR}one{CLEAR}a line of the log\n{CLEAR}two{CLEAR}after\n"
 
 
 @pytest.mark.parametrize(("width", "room"), [(40, 39), (0, 79)], ids=["forty", "unknown"])
 def test_a_line_is_shorter_than_the_terminal_is_wide(width: int, room: int) -> None:
     with terminal(width) as (stream, screen):
         LiveLine(stream).write("x" * 500)
-        assert shown(screen) == CLEAR + "x" * room
+        print("|", end="", file=stream, flush=True)
+        assert shown(screen, "|") == CLEAR + "x" * room + "|"
