@@ -67,7 +67,7 @@ class Turn(Value):
     stop: the id (as a decimal string) or the string that ended it.
     prompt_len: tokens that preceded it.
     cached_tokens: of those, how many came from the prefix cache.
-    computed_tokens: of those, how many did not.
+    computed_tokens: of those, how many were computed; what a preemption took away and made computed again counts again.
     preemptions: times it gave way to others and was computed again.
     reward: of this turn alone; nil when nobody scored it.
     """

@@ -14,6 +14,7 @@ import msgpack
 from protocols.codec import encode
 from protocols.errors import Overloaded
 from protocols.fields import Group, Record
+from rollout.kv_budget import Candidate, KvBudget
 from rollout.tokens import MAX_SEGMENTS
 
 if TYPE_CHECKING:
@@ -46,10 +47,14 @@ ARRAYS = (
 class Admission:
     """result_bytes: records kept until acknowledged, running ones at their largest. at_once: trajectories running.
 
-    max_waiting: accepted trajectories that have not started; more are refused.
+    max_waiting: accepted trajectories that have not started; more are refused. kv: who fits into the KV pool.
     """
 
-    def __init__(self, *, result_bytes: int, at_once: int, max_waiting: int) -> None:
+    def __init__(
+        self, *, result_bytes: int, at_once: int, max_waiting: int, max_context: int = 0, kv: KvBudget | None = None
+    ) -> None:
+        self._max_context = max_context
+        self._kv = kv
         self._result_bytes = result_bytes
         self._at_once = at_once
         self._max_waiting = max_waiting
@@ -92,6 +97,8 @@ class Admission:
             elif self.reserved_bytes + member.group.largest > self._result_bytes:
                 self.stalls += 1
                 return None
+            elif not self._takes_kv(member):
+                return None
             else:
                 heapq.heappop(self._ready)
                 self.start(member, member.group.largest)
@@ -104,6 +111,15 @@ class Admission:
         self.running += 1
         self.keep(member, nbytes)
 
+    def _takes_kv(self, member: Member) -> bool:
+        """May it start as far as the KV pool is concerned? Then it does."""
+        if self._kv is None:
+            return True
+        candidate = kv_candidate(member, self._max_context)
+        if fits := self._kv.may_start(candidate):
+            self._kv.start(candidate)
+        return fits
+
     def _sweep(self) -> None:
         """Let go of those that left the queue out of turn."""
         for heap in (self._ready, self._too_new):
@@ -114,11 +130,31 @@ class Admission:
         """A started trajectory has its record, of `nbytes`."""
         self.running -= 1
         self.keep(member, nbytes)
+        if self._kv is not None and (key := kv_key(member)) in self._kv:
+            record = member.record
+            self._kv.end(key, tells=record is not None and record.status in ("completed", "truncated"))
 
     def keep(self, member: Member, nbytes: int) -> None:
         """From now on `member` occupies `nbytes`; 0 when its result is acknowledged or dropped."""
         self.reserved_bytes += nbytes - member.reserved
         member.reserved = nbytes
+
+
+def kv_key(member: Member) -> str:
+    """That of `Trajectory.key`."""
+    return f"{member.session.token}/{member.id}"
+
+
+def kv_candidate(member: Member, max_context: int) -> Candidate:
+    """What is known of a trajectory before it starts."""
+    group = member.group.spec
+    return Candidate(
+        key=kv_key(member),
+        group=(member.session.token, member.batch.id, group.id),
+        kind=(group.environment.name, len(group.environment.script)),
+        prompt=len(group.prompt),
+        longest=longest(group, max_context),
+    )
 
 
 def longest(group: Group, max_context: int) -> int:

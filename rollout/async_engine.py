@@ -24,6 +24,7 @@ from engine.handle import (
     Ping,
     Prepared,
     PrepareWeights,
+    ReleaseKv,
     Report,
     Resume,
     Submit,
@@ -60,6 +61,7 @@ class AsyncEngine:
         self._ended: deque[tuple[asyncio.Future[Completion], Completion]] = deque()
         self._settling = Pace(self._settle_next)
         self._requests: dict[str, _Waiting] = {}
+        self._holding: set[str] = set()
         self._prepares: dict[str, asyncio.Future[WeightsInfo]] = {}
         self._commits: dict[str, asyncio.Future[Committed]] = {}
         self._stats = EngineStats()
@@ -90,6 +92,8 @@ class AsyncEngine:
         if self._died is not None:
             return _dead(request, self._died)
         waiting = self._requests[request.id] = _Waiting(request, self._loop.create_future())
+        if request.kv_hold:
+            self._holding.add(request.kv_hold)
         self._post(Submit((request,)))
         try:
             return await asyncio.shield(waiting.future)
@@ -101,6 +105,12 @@ class AsyncEngine:
         """End requests early; their completions still arrive, with `reason` and what was sampled."""
         if known := tuple(request_id for request_id in request_ids if request_id in self._requests):
             self._post(Abort(known, reason))
+
+    def release_kv(self, key: str) -> None:
+        """The trajectory has ended whose requests have this `kv_hold`: its KV is of no use any more."""
+        if key in self._holding:
+            self._holding.remove(key)
+            self._post(ReleaseKv((key,)))
 
     async def prepare_weights(
         self, update_id: str, path: str, version: int, checksums: Mapping[str, str] | None = None
@@ -254,6 +264,8 @@ def _merged(commands: list[Command]) -> Iterator[Command]:
     for (kind, reason), run in groupby(commands, lambda command: (type(command), getattr(command, "reason", None))):
         if kind is Submit:
             yield Submit(tuple(request for submit in run if isinstance(submit, Submit) for request in submit.requests))
+        elif kind is ReleaseKv:
+            yield ReleaseKv(tuple(key for release in run if isinstance(release, ReleaseKv) for key in release.keys))
         elif kind is Abort and reason is not None:
             yield Abort(
                 tuple(known for abort in run if isinstance(abort, Abort) for known in abort.request_ids), reason

@@ -19,6 +19,7 @@ from rollout.chat.conversation import Conversation
 from rollout.chat.format import ChatFormat
 from rollout.environments.base import Context, EnvironmentFactory, Rewards, TextCodec
 from rollout.environments.guard import PATIENCE, Guard, Patience
+from rollout.kv_gate import KvGate
 from rollout.mailbox import Mailbox
 from rollout.stopwatch import Stopwatch
 from rollout.trajectory import End, Trajectory, TrajectorySpec
@@ -36,7 +37,7 @@ class Rollout:
         self,
         spec: TrajectorySpec,
         *,
-        engine: AsyncEngine,
+        engine: AsyncEngine | KvGate,
         environment: EnvironmentFactory,
         model: ModelInfo,
         on_turn: Callable[[TurnDone], None],
@@ -102,6 +103,12 @@ class Rollout:
         return self._mailbox.pending
 
     async def _episode(self, watch: Stopwatch) -> End:
+        try:
+            return await self._turns(watch)
+        finally:
+            self._engine.release_kv(self._trajectory.key)
+
+    async def _turns(self, watch: Stopwatch) -> End:
         trajectory, environment = self._trajectory, self._environment
         if (end := self._stopped()) is not None:
             return end

@@ -102,6 +102,11 @@ class Trajectory:
         return len(self._tokens)
 
     @property
+    def key(self) -> str:
+        """Of its KV (`Request.kv_hold`)."""
+        return f"{self._spec.session}/{self._spec.trajectory_id}"
+
+    @property
     def turns(self) -> tuple[Turn, ...]:
         return tuple(self._turns)
 
@@ -147,7 +152,7 @@ class Trajectory:
         """The next turn, once `before_turn` has let it pass."""
         spec, index = self._spec, len(self._turns)
         return Request(
-            id=f"{spec.session}/{spec.trajectory_id}/{index}",
+            id=f"{self.key}/{index}",
             token_ids=self._tokens.ids,
             sampled=self._tokens.sampled,
             max_tokens=self._room() if self._turn_limit is None else min(self._turn_limit, self._room()),
@@ -160,6 +165,8 @@ class Trajectory:
             logprob_modes=self._sampling.logprobs,
             top_logprobs=self._sampling.top_logprobs,
             prompt_logprobs=self._sampling.prompt_logprobs and index == 0,
+            kv_hold="" if self._is_last(index) else self.key,
+            expected_wait=sum(turn.times.tool_wait for turn in self._turns) / index if index else 0.0,
         )
 
     def take(self, request: Request, completion: Completion, times: fields.Times, *, ends_when_cut: bool) -> End | None:
@@ -252,7 +259,6 @@ class Trajectory:
 
     def _turn(self, completion: Completion, times: fields.Times) -> Turn:
         start, count, stop = self.length, len(completion.token_ids), completion.stop
-        began = count > 0 or completion.times.prefill > 0
         return Turn.model_construct(  # our own plain values, once a turn: not worth a validation
             index=len(self._turns),
             start=start,
@@ -261,10 +267,16 @@ class Trajectory:
             stop=stop.decode(errors="replace") if isinstance(stop, bytes) else None if stop is None else str(stop),
             prompt_len=start,
             cached_tokens=completion.cached_tokens,
-            computed_tokens=start - completion.cached_tokens if began else 0,
+            computed_tokens=completion.computed_tokens,
             preemptions=completion.preemptions,
             times=times,
         )
+
+    def _is_last(self, index: int) -> bool:
+        """Is it known that no turn follows this one?"""
+        environment = self._spec.group.environment
+        scripted = environment.name == "scripted" and index == len(environment.script)
+        return scripted or index + 1 == self._budget.max_turns
 
     def _ceiling(self) -> int:
         return min(self._budget.max_total_tokens or self._max_context, self._max_context)

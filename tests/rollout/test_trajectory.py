@@ -376,7 +376,7 @@ def test_a_reply_whose_lengths_differ_is_an_error_and_never_mended(name: str) ->
 def test_cached_and_computed_tokens_are_those_of_turns_that_began() -> None:
     t = trajectory()
     request = t.request()
-    reply = replace(completed(request, (EOS,)), cached_tokens=2, times=EngineTimes(prefill=0.1))
+    reply = replace(completed(request, (EOS,)), cached_tokens=2, computed_tokens=1, times=EngineTimes(prefill=0.1))
     t.take(request, reply, Times(), ends_when_cut=True)
     assert (t.turns[0].cached_tokens, t.turns[0].computed_tokens) == (2, 1)
     t = trajectory()
