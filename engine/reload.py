@@ -66,7 +66,7 @@ class WeightUpdates:
 
     @property
     def deadline(self) -> float | None:
-        """When `advance` must be called even if nothing else happens: now, once nothing runs that a commit waits for."""
+        """When `advance` must be called even if nothing else happens: now, when nothing runs that it waits for."""
         if self._update is None or self._update.commit is None:
             return None
         return self._update.deadline if self._engine.has_started else self._clock()
