@@ -20,8 +20,12 @@ from engine.attention.shared import MEMBERS
 from engine.attention.split import most_runs
 from engine.kernels.overlap import between_linears
 
-TOKENS, WARPS, STAGES = 64, 4, 3
-"""KV tokens read at a time, warps of a program, and reads in flight."""
+TOKENS, WARPS = 64, 4
+"""KV tokens read at a time, and warps of a program."""
+
+STAGES, STAGES_WITH_RUNS = 3, 2
+"""Reads in flight. With runs a program needs more registers; a third read would cost one of four programs on each
+multiprocessor."""
 
 MERGE = 8
 """Partial results put together at a time."""
@@ -101,7 +105,7 @@ def paged_decode(
         MEMBERS=MEMBERS if len(members) else 1,
         OVERLAP=overlap,
         num_warps=WARPS,
-        num_stages=STAGES,
+        num_stages=STAGES_WITH_RUNS if len(members) else STAGES,
         **({"launch_pdl": True} if overlap else {}),
     )
 

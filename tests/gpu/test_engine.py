@@ -183,3 +183,23 @@ def test_a_commit_changes_what_graphs_compute_and_no_address(qwen3: Path, tmp_pa
     assert np.array_equal(after.token_ids, fresh.token_ids)
     assert np.array_equal(logprobs(after), logprobs(fresh))
     assert not np.array_equal(after.token_ids, before.token_ids)
+
+
+@pytest.mark.parametrize("decode_path", ["graph", "eager"])
+def test_groups_that_read_their_prompt_once_are_near_rows_that_read_it_alone(qwen3: Path, decode_path: str) -> None:
+    """Two groups and three rows of their own, in one batch and each row by itself."""
+    prompts = {f"{group}{i}": ids(group, 250) for group in range(2) for i in range(9)}
+    prompts |= {f"own{i}": ids(50 + i, 100) for i in range(3)}
+    requests = [
+        ask(name, prompt, 40, group=name[0] if len(name) == 2 else "", params=SamplingParams(seed=7, sample_index=i))
+        for i, (name, prompt) in enumerate(prompts.items())
+    ]
+    together = serve(load(qwen3, max_running=24, decode_path=decode_path), *requests)
+    alone = serve(load(qwen3, max_running=24, decode_path=decode_path, prefix_cache=False), *requests)
+    whole = np.concatenate((prompts["00"], alone["00"].token_ids))
+    noise = bf16_error(qwen3, whole, Reference(qwen3).logprobs(whole)[1:]).mean()
+    for name, completion in together.items():
+        expected = alone[name]
+        same = np.argmin(np.append(completion.token_ids == expected.token_ids, False))
+        assert same > 0
+        assert np.abs(logprobs(completion)[:same] - logprobs(expected)[:same]).mean() < noise / 2
