@@ -35,9 +35,13 @@ def with_prompts(submit: SubmitBatch, chat: ChatFormat | None, resolve: Resolve)
     return submit.model_copy(update={"groups": tuple(groups)})
 
 
-def declared(factory: object, name: str) -> Any:
-    """What an environment's class says of itself; () where it says nothing. It may stand behind a stand-in."""
-    return getattr(factory, name, ()) or getattr(getattr(factory, "factory", None), name, ())
+def declared(environment: Environment, factory: object, name: str) -> Any:
+    """What an environment's class says of itself, for its configuration; () where it says nothing.
+
+    factory: the class, or what stands before it and has it for its `factory`.
+    """
+    found = getattr(factory, name, ()) or getattr(getattr(factory, "factory", None), name, ())
+    return found(environment.config) if callable(found) else found
 
 
 def _with_prompt(group: Group, chat: ChatFormat | None, resolve: Resolve) -> Group:
@@ -45,11 +49,11 @@ def _with_prompt(group: Group, chat: ChatFormat | None, resolve: Resolve) -> Gro
         raise BadRequest("the checkpoint has no chat template (or no tokenizer.json): send a prompt", field="messages")
     factory = resolve(group.environment)
     messages = checked_prompt(group.messages or ())
-    tools = checked_tools(group.tools or _tools(factory, group))
+    tools = checked_tools(group.tools or declared(group.environment, factory, "tool_schemas"))
     form = chat.form(tools, group.template.options)
     prompt = form.prompt(messages)
     if group.template.on_unstable == "refuse":
-        for role in declared(factory, "chat_roles"):
+        for role in declared(group.environment, factory, "chat_roles"):
             for roles in ((role,), (role, role)) if role == "tool" else ((role,),):
                 try:
                     form.prove(roles)
@@ -60,8 +64,3 @@ def _with_prompt(group: Group, chat: ChatFormat | None, resolve: Resolve) -> Gro
                         field="template.on_unstable",
                     ) from None
     return group.model_copy(update={"prompt": prompt, "messages": messages, "tools": tools})
-
-
-def _tools(factory: object, group: Group) -> Any:
-    schemas = declared(factory, "tool_schemas")
-    return schemas(group.environment.config) if callable(schemas) else schemas

@@ -1,0 +1,51 @@
+"""A program as a tool's own means: bounded in time and output, nothing to read, nobody left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Mapping
+from contextlib import suppress
+
+LIMIT = 65_536
+"""Bytes of output."""
+
+
+async def command(
+    *arguments: str, limit: int = LIMIT, cwd: str | None = None, env: Mapping[str, str] | None = None
+) -> str:
+    """Run a program and return what it prints (both streams), with its exit code where that is not 0.
+
+    Its standard input is empty. It gets a session of its own, and that is killed, children included, when the program
+    has ended, when it has printed more than `limit` bytes, and when the caller is cancelled, as a tool is at its
+    deadline. For `async def` tools: a `def` tool may use `subprocess`, for it runs in a process that is killed whole.
+    Raises OSError where there is no such program.
+    """
+    process = await asyncio.create_subprocess_exec(
+        *arguments,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        cwd=cwd,
+        env=None if env is None else dict(env),
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    printed = bytearray()
+    try:
+        while len(printed) <= limit and (chunk := await process.stdout.read(4096)):
+            printed += chunk
+        if len(printed) > limit:
+            return f"{_decoded(printed[:limit])}\n[cut: it printed more than {limit} bytes and was ended]"
+        code = await process.wait()
+        return _decoded(printed) + (f"\n[exit code {code}]" if code else "")
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await asyncio.shield(process.wait())
+        process._transport.close()  # type: ignore[attr-defined]
+
+
+def _decoded(printed: bytes | bytearray) -> str:
+    return bytes(printed).decode(errors="replace")

@@ -1,0 +1,178 @@
+"""`tools`: a conversation with tools, scored at its end.
+
+    class Weather(ToolEnvironment):
+        tools = (temperature, convert)                  # functions; their schemas come from hints and docstrings
+
+        def reward(self, episode: Episode) -> float:
+            return float("12" in episode.answer)
+
+Each turn is read for calls; they run at once, and what they returned goes back in their order. A turn without calls is
+an answer: the user says something more (`reply`), or the trajectory is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from protocols.fields import Record
+from rollout.chat.conversation import Conversation
+from rollout.chat.errors import ChatError
+from rollout.chat.messages import Message
+from rollout.environments.base import Context, Environment, FinalReward, Step, TurnResult
+from rollout.environments.calls import Call, Raised
+from rollout.environments.pool import Pool
+from rollout.tools.parse import Said, read
+from rollout.tools.results import LIMIT
+from rollout.tools.run import DEADLINE_S, MAX_CALLS, Result, Runner
+from rollout.tools.tool import Tool
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """What a reward is made of.
+
+    messages: the whole conversation; an assistant's content is all it said. answer: what the last turn said, without
+    its reasoning and calls. results: of all calls, in order. context: metadata, config, seed of the trajectory.
+    record: as it will be sent; None before the end.
+    """
+
+    messages: Sequence[Message]
+    answer: str
+    results: Sequence[Result]
+    context: Context
+    record: Record | None = None
+
+
+class ToolEnvironment(Environment):
+    """Config of a submit, each key optional: tools (names of those to offer), user (what the user says after each
+    answer, a list of texts), max_bad_calls (so many bad calls in a row end the trajectory; 0: any number may come).
+    """
+
+    tools: Sequence[Callable[..., Any] | Tool] = ()
+    """Plain functions of a module run in processes, where they may block, crash and be killed; coroutine functions on
+    the worker's loop; methods and closures on threads, which cannot be killed."""
+    deadline_s: ClassVar[float] = DEADLINE_S
+    """Of one call."""
+    max_result: ClassVar[int] = LIMIT
+    """Characters of what one call returns."""
+    max_calls: ClassVar[int] = MAX_CALLS
+    """Of one turn."""
+    max_bad_calls: ClassVar[int] = 3
+    pool: Pool | None = None
+    """Set by the worker."""
+
+    def reward(self, episode: Episode) -> FinalReward | Awaitable[FinalReward]:  # noqa: ARG002
+        """`def` (on a thread) or `async def`. None: nobody scored it."""
+        return None
+
+    def reply(self, episode: Episode) -> str | Awaitable[str | None] | None:
+        """What the user says to an answer; None ends the trajectory. By default: what the submit's config says."""
+        user = episode.context.config.get("user") or ()
+        return user[self._replies] if self._replies < len(user) else None
+
+    @classmethod
+    def chat_roles(cls, config: Mapping[str, Any]) -> tuple[str, ...]:  # type: ignore[override]
+        talks = bool(config.get("user")) or cls.reply is not ToolEnvironment.reply
+        return ("tool", "user") if talks else ("tool",)
+
+    @classmethod
+    def tool_schemas(cls, config: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Of the tools on offer, for the template to print. Raises ChatError where the configuration is wrong."""
+        return [tool.schema for tool in offered(cls.tools, config).values()]
+
+    async def reset(self, context: Context) -> None:
+        if context.chat is None:
+            raise ChatError("this environment goes on in messages: submit messages", "prompt")
+        self._context = context
+        self._chat: Conversation = context.chat
+        self._thinking = self._chat.form.opens_reasoning()
+        self._runner = Runner(
+            offered(self.tools, context.config), self.deadline_s, self.max_result, self.max_calls, self.pool
+        )
+        self._most_bad = context.config.get("max_bad_calls", self.max_bad_calls)
+        self._bad = 0
+        self._replies = 0
+        self._results: list[Result] = []
+        self._answer = ""
+
+    async def step(self, turn: TurnResult) -> Step:
+        said = read(self._chat.text(turn), complete=turn.finish_reason == "stop", thinking=self._thinking)
+        self._answer = said.content
+        if not said.calls:
+            return await self._answered(turn)
+        results = await self._runner.run(said.calls)
+        self._results += results
+        for result in results:
+            self._bad = self._bad + 1 if result.bad_call else 0
+        messages = [_message(result, i) for i, result in enumerate(results)]
+        if self._most_bad and self._bad >= self._most_bad:
+            self._chat.follow(turn)
+            return Step(done=True, called=_called(said))
+        return self._chat.follow(turn, *messages, called=_called(said))
+
+    async def finish(self, record: Record) -> FinalReward:
+        outcome: FinalReward = await _call(self.reward, self._episode(record))
+        return outcome
+
+    async def _answered(self, turn: TurnResult) -> Step:
+        text: str | None = await _call(self.reply, self._episode(None))
+        if text is None:
+            return self._chat.follow(turn)
+        self._replies += 1
+        return self._chat.follow(turn, {"role": "user", "content": text})
+
+    def _episode(self, record: Record | None) -> Episode:
+        return Episode(tuple(self._chat.messages), self._answer, tuple(self._results), self._context, record)
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Makes environments whose plain functions run in the processes of `pool`."""
+
+    factory: type[ToolEnvironment]
+    pool: Pool
+
+    def __call__(self) -> ToolEnvironment:
+        environment = self.factory()
+        environment.pool = self.pool
+        return environment
+
+
+def offered(tools: Any, config: Mapping[str, Any]) -> dict[str, Tool]:
+    """By name: those that the configuration asks for, or all. Raises ChatError."""
+    if not isinstance(tools, Sequence):
+        return {}  # a property of the instance: the class alone does not know
+    known = {tool.name: tool for tool in (t if isinstance(t, Tool) else Tool.of(t) for t in tools)}
+    wanted = config.get("tools", list(known))
+    if not isinstance(wanted, list | tuple) or not all(isinstance(name, str) for name in wanted):
+        raise ChatError("must be a list of names", "environment.config.tools")
+    if (missing := next((name for name in wanted if name not in known), None)) is not None:
+        raise ChatError(
+            f"{missing!r} is no tool of this environment; known: {', '.join(known)}", "environment.config.tools"
+        )
+    return {name: known[name] for name in wanted}
+
+
+def _message(result: Result, index: int) -> Message:
+    return {"role": "tool", "name": result.name, "tool_call_id": f"call{index:05d}", "content": result.text}
+
+
+def _called(said: Said) -> bool:
+    return bool(said.calls)
+
+
+async def _call(function: Callable[[Episode], Any], episode: Episode) -> Any:
+    """On the loop or on a thread, as the function is; what this class itself says needs neither."""
+    if getattr(function, "__func__", None) in (ToolEnvironment.reward, ToolEnvironment.reply):
+        return function(episode)
+    call = Call(function, episode)
+    try:
+        outcome = await call.task
+    except BaseException:
+        call.interrupt()
+        raise
+    if isinstance(outcome, Raised):
+        raise outcome.error
+    return outcome.value

@@ -1,0 +1,126 @@
+"""Calls of tools, run: whatever a tool does, one text comes back for each call, in the order of the calls."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rollout.environments.calls import Call as Started
+from rollout.environments.calls import Raised
+from rollout.environments.errors import Reported, describe
+from rollout.environments.pool import Pool
+from rollout.tools.parse import BadCall, Call
+from rollout.tools.results import LIMIT, as_text
+from rollout.tools.tool import BadArguments, Tool, check
+
+Problem = Literal["malformed", "unknown_tool", "bad_arguments", "too_many", "raised", "timeout"]
+BAD: frozenset[Problem] = frozenset(("malformed", "unknown_tool", "bad_arguments", "too_many"))
+"""Problems of the call itself, not of the tool."""
+UNWIND_S = 1.0
+"""How long a coroutine that was given up may take to unwind."""
+DEADLINE_S = 30.0
+MAX_CALLS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What the model reads of one call. name: of the tool; "" where the call names none. problem: what went wrong."""
+
+    name: str
+    text: str
+    problem: Problem | None = None
+
+    @property
+    def bad_call(self) -> bool:
+        return self.problem in BAD
+
+
+@dataclass(frozen=True, slots=True)
+class Runner:
+    """deadline_s: of one call, the wait for a process not counted. limit: characters of one result.
+
+    max_calls: of one turn; more are not run. pool: processes for plain functions; without it they run on threads, which
+    cannot be ended: a call that was given up goes on there unheard.
+    """
+
+    tools: Mapping[str, Tool]
+    deadline_s: float = DEADLINE_S
+    limit: int = LIMIT
+    max_calls: int = MAX_CALLS
+    pool: Pool | None = None
+
+    async def run(self, calls: Sequence[Call | BadCall]) -> list[Result]:
+        """All at once."""
+        return list(await asyncio.gather(*(self._one(call, i) for i, call in enumerate(calls))))
+
+    async def _one(self, call: Call | BadCall, index: int) -> Result:
+        if isinstance(call, BadCall):
+            return self._failed("", call.problem, "malformed")
+        if index >= self.max_calls:
+            return self._failed(call.name, f"no more than {self.max_calls} calls are run in one turn", "too_many")
+        tool = self.tools.get(call.name)
+        if tool is None:
+            known = ", ".join(self.tools) or "none"
+            return self._failed(call.name, f"there is no tool {call.name[:64]!r}; known: {known}", "unknown_tool")
+        try:
+            return Result(call.name, await self._text(tool.function, call.arguments))
+        except BadArguments as error:
+            return self._failed(call.name, f"bad arguments: {error}", "bad_arguments")
+        except TimeoutError:
+            return self._failed(call.name, f"timeout: no result within {self.deadline_s:g} s", "timeout")
+        except Exception as error:
+            return self._failed(call.name, describe(error), "raised")
+
+    async def _text(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
+        if self.pool is not None and _has_address(function):
+            kind, text = await self.pool.call(_there, (function, dict(arguments), self.limit), self.deadline_s)
+            if kind == "bad_arguments":
+                raise BadArguments(text)
+            if kind == "raised":
+                raise Reported(text)
+            return str(text)
+        given = check(function, arguments)
+        return as_text(await self._here(functools.partial(function, **given)), self.limit)
+
+    async def _here(self, function: Callable[[], Any]) -> Any:
+        """On the loop where it is a coroutine function, else on a thread."""
+        started = Started(function)
+        try:
+            await asyncio.wait({started.task}, timeout=self.deadline_s)
+            if not started.task.done():
+                raise TimeoutError
+        finally:
+            if not started.task.done():
+                started.interrupt()
+                await asyncio.wait({started.task}, timeout=UNWIND_S)
+        outcome = started.task.result()
+        if isinstance(outcome, Raised):
+            # As a text: a cancellation or an exit that a tool raises is not ours.
+            raise Reported(describe(outcome.error))
+        return outcome.value
+
+    def _failed(self, name: str, message: str, problem: Problem) -> Result:
+        return Result(name, as_text(f"error: {message}", self.limit), problem)
+
+
+def _there(function: Callable[..., Any], arguments: Mapping[str, Any], limit: int) -> tuple[str, str]:
+    """In a process: the result crosses as text, so that it may be of any class and size."""
+    try:
+        return "text", as_text(function(**check(function, arguments)), limit)
+    except BadArguments as error:
+        return "bad_arguments", str(error)
+    except BaseException as error:
+        return "raised", as_text(describe(error), limit)
+
+
+def _has_address(function: Callable[..., Any]) -> bool:
+    """Is it a plain function that another process finds by its name?"""
+    if not inspect.isfunction(function) or inspect.iscoroutinefunction(function):
+        return False
+    module = sys.modules.get(function.__module__)
+    return function.__module__ != "__main__" and getattr(module, function.__qualname__, None) is function

@@ -1,0 +1,95 @@
+"""A function as a tool: its JSON schema for the model, and its arguments checked before it runs."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import docstring_parser
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic.json_schema import GenerateJsonSchema
+
+MAX_NAMED = 3
+"""Arguments that one refusal names."""
+
+
+class BadArguments(Exception):
+    """The arguments do not fit the tool; the message is for the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """name, description, parameters (a JSON schema): what the model is told. function: called with its arguments."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+    function: Callable[..., Any]
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> Tool:
+        """Of a function (`def` or `async def`), by its type hints and docstring.
+
+        Raises ValueError, naming the parameter, where it takes what cannot be named in JSON.
+        """
+        doc = docstring_parser.parse(inspect.getdoc(function) or "")
+        parameters = _model(function).model_json_schema(schema_generator=_Untitled)
+        # Forbidden anyway, and so not worth the model's attention.
+        shown = {key: value for key, value in parameters.items() if key not in ("title", "additionalProperties")}
+        text = "\n\n".join(part for part in (doc.short_description, doc.long_description) if part)
+        return cls(_name(function), text, shown, function)
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """As chat templates print it."""
+        told = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        return {"type": "function", "function": told}
+
+
+def check(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of the function's own types: what pydantic makes of the JSON. Raises BadArguments."""
+    model = _model(function)
+    try:
+        made = model.model_validate(dict(arguments))
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_input=False)
+        named = [f"{'.'.join(map(str, e['loc'])) or 'arguments'}: {e['msg']}" for e in found[:MAX_NAMED]]
+        more = f"; and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
+        raise BadArguments("; ".join(named) + more) from None
+    given = made.model_fields_set
+    return {str(info.alias): getattr(made, key) for key, info in model.model_fields.items() if key in given}
+
+
+@functools.lru_cache(maxsize=1024)
+def _model(function: Callable[..., Any]) -> type[BaseModel]:
+    """The parameters as a model. Its own field names are made up: a parameter may be called `schema` or `_x`."""
+    doc = docstring_parser.parse(inspect.getdoc(function) or "")
+    described = {entry.arg_name: entry.description for entry in doc.params}
+    try:
+        hints = typing.get_type_hints(function, include_extras=True)
+    except NameError as error:
+        raise ValueError(f"{_name(function)}: {error}") from error
+    fields: dict[str, Any] = {}
+    for i, (name, parameter) in enumerate(inspect.signature(function).parameters.items()):
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise ValueError(f"{_name(function)}: {name!r} must be a parameter that can be given by its name")
+        default = ... if parameter.default is parameter.empty else parameter.default
+        info = Field(default, alias=name, description=described.get(name))
+        fields[f"parameter_{i}"] = (hints.get(name, Any), info)
+    made: type[BaseModel] = create_model("Arguments", __config__=ConfigDict(extra="forbid"), **fields)
+    return made
+
+
+class _Untitled(GenerateJsonSchema):
+    """Without a title for each field, which says its name again."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:  # noqa: ARG002
+        return False
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
