@@ -134,6 +134,9 @@ class WorkerConfig(BaseSettings):
         "environments",
         "name=module:Class[,process] of an environment, from PYTHONPATH or the working directory; may be repeated",
     )
+    tools: Names = option(
+        (), "environments", "module whose functions the environment tools offers; may be repeated (docs/chat.md)"
+    )
     env_processes: int = option(
         8, "environments", "processes for environments that do not run in the worker; each serves several", gt=0
     )

@@ -34,7 +34,7 @@ DEFAULT_CONTEXT = 4096
 def load(config: WorkerConfig) -> Loaded:
     """The real engine over a checkpoint. Raises StartError, saying what to do."""
     try:
-        registry = Registry.load(config.env, processes=config.env_processes)
+        registry = Registry.load(config.env, processes=config.env_processes, tools=config.tools)
         tokenizer = Tokenizer.load(config.weights)
         chat = ChatFormat.load(config.weights, tokenizer)
         model_config = read_model_config(config.weights)

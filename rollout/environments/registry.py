@@ -14,17 +14,19 @@ from rollout.environments.isolated import Isolated
 from rollout.environments.pool import Pool
 from rollout.environments.remote import Remote
 from rollout.environments.scripted import Scripted
+from rollout.tools.environment import Placed, ToolEnvironment
+from rollout.tools.modules import environment_of
 
 ENTRY_POINTS = "rollout_worker.environments"
 """Entry-point group: `name = "module:Class"`."""
 
-BUILT_IN = ("remote", "scripted")
+BUILT_IN = ("remote", "scripted", "tools")
 PROCESSES = 8
 """At most so many are started for environments that do not run in the worker."""
 
 
 class Registry:
-    """`scripted`, `remote`, and the plug-ins: those named on the command line, then installed entry points."""
+    """`scripted`, `remote`, `tools`, and the plug-ins: those of the command line, then installed entry points."""
 
     def __init__(
         self,
@@ -33,9 +35,16 @@ class Registry:
         *,
         isolated: Container[str] = (),
         processes: int = PROCESSES,
+        tools: type[ToolEnvironment] | None = None,
     ) -> None:
-        """isolated: names whose environments run in processes whatever their class says; processes: at most so many."""
+        """isolated: names whose environments run in processes whatever their class says; processes: at most so many.
+
+        tools: what `tools` makes; None refuses it.
+        """
         self._pool = Pool(processes)
+        # Of their own: a call of a tool needs a whole process, and environments may hold all of those they share.
+        self._tool_pool = Pool(processes, "tools")
+        self._tools = None if tools is None else Placed(tools, self._tool_pool)
         self._isolated = isolated
         self._plugins = {name: self._placed(name, factory) for name, factory in plugins.items()}
         self._installed = {entry.name: entry for entry in installed}
@@ -44,8 +53,12 @@ class Registry:
                 raise ValueError(f"environment {name!r} is built in: choose another name")
 
     @classmethod
-    def load(cls, specs: Sequence[str] = (), *, processes: int = PROCESSES) -> Registry:
+    def load(
+        cls, specs: Sequence[str] = (), *, processes: int = PROCESSES, tools: Sequence[str] = ()
+    ) -> Registry:
         """specs: `name=module:Class` or `name=module:Class,process`, one per `--env`; each is imported now.
+
+        tools: modules of the functions that `tools` offers.
 
         An entry point is imported when it is first asked for: one broken package must not stop the worker.
         Raises ValueError, naming the spec, where it is malformed, given twice or cannot be imported.
@@ -62,11 +75,18 @@ class Registry:
             plugins[name] = factory
             if comma:
                 isolated.add(name)
-        return cls(plugins, tuple(entry_points(group=ENTRY_POINTS)), isolated=isolated, processes=processes)
+        return cls(
+            plugins,
+            tuple(entry_points(group=ENTRY_POINTS)),
+            isolated=isolated,
+            processes=processes,
+            tools=environment_of(tools) if tools else None,
+        )
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(sorted({*BUILT_IN, *self._plugins, *self._installed}))
+        lacking = () if self._tools else ("tools",)
+        return tuple(sorted({*BUILT_IN, *self._plugins, *self._installed}.difference(lacking)))
 
     def resolve(self, environment: fields.Environment) -> EnvironmentFactory:
         """What makes the environment of each trajectory of a submitted group.
@@ -78,6 +98,10 @@ class Registry:
             return _scripted(environment.script)
         if name == "remote":
             return _remote
+        if name == "tools" and self._tools is not None:
+            return self._tools
+        if name == "tools":
+            raise BadRequest("start the worker with --tools MODULE, whose functions they are", field="environment.name")
         if name in self._plugins:
             return self._plugins[name]
         if name in self._installed:
@@ -89,9 +113,12 @@ class Registry:
     async def close(self) -> None:
         """End the processes of environments."""
         await self._pool.close()
+        await self._tool_pool.close()
 
     def _placed(self, name: str, factory: EnvironmentFactory) -> EnvironmentFactory:
         if name not in self._isolated and getattr(factory, "isolation", "worker") != "process":
+            if isinstance(factory, type) and issubclass(factory, ToolEnvironment):
+                return Placed(factory, self._tool_pool)
             return factory
         try:
             pickle.dumps(factory)
