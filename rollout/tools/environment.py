@@ -164,7 +164,7 @@ def _called(said: Said) -> bool:
 
 
 async def _call(function: Callable[[Episode], Any], episode: Episode) -> Any:
-    """On the loop or on a thread, as the function is; what this class itself says needs neither."""
+    """On the loop or on a thread, as the function is; the defaults need neither."""
     if getattr(function, "__func__", None) in (ToolEnvironment.reward, ToolEnvironment.reply):
         return function(episode)
     call = Call(function, episode)

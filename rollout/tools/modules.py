@@ -1,0 +1,57 @@
+"""The environment `tools`, of the functions of modules that were named where the worker started."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+from rollout.tools.environment import ToolEnvironment
+from rollout.tools.tool import Tool
+
+OWN = ("reward", "reply")
+"""Functions of a module that are no tools but methods of the environment, each called with the `Episode`."""
+
+
+def environment_of(modules: Sequence[str]) -> type[ToolEnvironment]:
+    """Tools are the functions in a module's `__all__`, or without one its public functions that are written there.
+
+    Raises ValueError, naming the module, where it cannot be imported or has none, and where two have one name.
+    """
+    tools: dict[str, Tool] = {}
+    own: dict[str, Any] = {}
+    for name in modules:
+        found = _functions(_imported(name))
+        for function in found:
+            into = own if function.__name__ in OWN else tools
+            if function.__name__ in into:
+                raise ValueError(f"--tools {name}: {function.__name__!r} is in an earlier module too")
+            try:
+                into[function.__name__] = Tool.of(function) if into is tools else staticmethod(function)
+            except ValueError as error:
+                raise ValueError(f"--tools {name}: {error}") from error
+        if not found:
+            raise ValueError(f"--tools {name}: the module has no public function")
+    return type("Tools", (ToolEnvironment,), {"tools": tuple(tools.values()), **own})
+
+
+def _imported(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name in (name, name.split(".")[0])
+        advice = "; it must be installed, in the working directory or on PYTHONPATH" if missing else ""
+        raise ValueError(f"--tools {name}: {error}{advice}") from error
+
+
+def _functions(module: ModuleType) -> list[Callable[..., Any]]:
+    listed = getattr(module, "__all__", None)
+    if listed is not None:
+        return [found for name in listed if inspect.isfunction(found := getattr(module, name))]
+    return [
+        found
+        for name, found in vars(module).items()
+        if inspect.isfunction(found) and found.__module__ == module.__name__ and not name.startswith("_")
+    ]
