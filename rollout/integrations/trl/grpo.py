@@ -66,7 +66,7 @@ class GRPORollouts:
                 "the worker serves %s, the trainer trains %s: logprobs will differ", welcome.model.dtype, trained
             )
         self._trainer = trainer
-        self._version = welcome.weight_version
+        self._version = self._client.ping().weight_version  # of now; the welcome's is that of then
         trainer.use_vllm = True
         trainer.vllm_generation = self
         trainer._last_loaded_step = -1

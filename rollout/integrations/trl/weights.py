@@ -37,7 +37,7 @@ class WorkerWeights:
 
     def init_weight_transfer(self) -> None:
         """Wait for the worker; whatever it serves, the trainer's first weights are one version newer."""
-        self._version = self._client.connect().weight_version
+        self._version = self._client.ping().weight_version
 
     def pause(self) -> None:
         """Nothing: the worker goes on while the weights are written and read, and pauses itself to commit them."""
