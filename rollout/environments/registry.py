@@ -14,7 +14,7 @@ from rollout.environments.isolated import Isolated
 from rollout.environments.pool import Pool
 from rollout.environments.remote import Remote
 from rollout.environments.scripted import Scripted
-from rollout.tools.environment import Placed, ToolEnvironment
+from rollout.tools.environment import Placed, ToolEnvironment, placed
 from rollout.tools.modules import environment_of
 
 ENTRY_POINTS = "rollout_worker.environments"
@@ -117,9 +117,7 @@ class Registry:
 
     def _placed(self, name: str, factory: EnvironmentFactory) -> EnvironmentFactory:
         if name not in self._isolated and getattr(factory, "isolation", "worker") != "process":
-            if isinstance(factory, type) and issubclass(factory, ToolEnvironment):
-                return Placed(factory, self._tool_pool)
-            return factory
+            return placed(factory, self._tool_pool)
         try:
             pickle.dumps(factory)
         except Exception as error:
