@@ -117,7 +117,7 @@ class Engine:
             self._end(sequence, reason)
 
     def release_kv(self, keys: Iterable[str]) -> None:
-        """Trajectories that have ended: their KV is held no longer (`Request.kv_hold`). Unknown keys are ignored."""
+        """Trajectories that have ended: their KV is held no longer (`Request.trajectory`). Unknown keys are ignored."""
         for key in keys:
             self._scheduler.holds.end(key)
 

@@ -34,7 +34,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseKv:
-    """No further turn of these trajectories comes: `Request.kv_hold` of their requests; unknown ones are ignored."""
+    """No further turn of these trajectories comes: `Request.trajectory` of their requests; unknown ones are ignored."""
 
     keys: tuple[str, ...]
 

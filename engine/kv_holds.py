@@ -58,8 +58,8 @@ class KvHolds:
         request = sequence.request
         own = sum(self._pool.references(block) <= 1 for block in blocks)
         self._pool.acquire(blocks)
-        self.end(request.kv_hold)
-        self._by_key[request.kv_hold] = KvHold(request.kv_hold, request.order, blocks, own, request.expected_wait)
+        self.end(request.trajectory)
+        self._by_key[request.trajectory] = KvHold(request.trajectory, request.order, blocks, own, request.expected_wait)
 
     def end(self, key: str) -> None:
         """The next turn has its blocks, or there will be none."""
@@ -94,9 +94,9 @@ class KvHolds:
         Else those of newer trajectories, and of those that stay away for long what exceeds their share of the pool.
         """
         request, victims = sequence.request, self.victims()
-        others = [hold for hold in victims if hold.key != request.kv_hold]
+        others = [hold for hold in victims if hold.key != request.trajectory]
         if idle:
-            return others + [hold for hold in victims if hold.key == request.kv_hold]
+            return others + [hold for hold in victims if hold.key == request.trajectory]
         surplus = sum(hold.own for hold in others if hold.away) - self._pool.num_usable // AWAY_SHARE
         allowed = []
         for hold in others:

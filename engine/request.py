@@ -76,8 +76,9 @@ class Request:
     logprob_modes: which logprobs come back, the primary one first (it also scores the alternatives).
     top_logprobs: how many most likely alternatives come back for each sampled token.
     prompt_logprobs: score `token_ids` too; such a request reads no prefix hit.
-    kv_hold: the trajectory, when a further turn of it may come: its KV is then held from the end of this turn until
-        that request starts, `Engine.release_kv` is called with this key, or others need the blocks more.
+    trajectory: key of the trajectory whose turn this is, if its turns are to be told as such.
+    goes_on: a further turn of it may come. Its KV is then held from the end of this turn until that request starts,
+        until `Engine.release_kv`, or until others need the blocks more.
     expected_wait: seconds until that turn, as far as known; those that take longest lose their KV first.
     """
 
@@ -92,7 +93,8 @@ class Request:
     logprob_modes: tuple[LogprobMode, ...] = ("processed",)
     top_logprobs: int = 0
     prompt_logprobs: bool = False
-    kv_hold: str = ""
+    trajectory: str = ""
+    goes_on: bool = False
     expected_wait: float = 0.0
 
 

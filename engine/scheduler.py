@@ -88,18 +88,18 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         insort(self._waiting, sequence, key=_key)
-        self.holds.returned(sequence.request.kv_hold, True)
+        self.holds.returned(sequence.request.trajectory, True)
 
     def remove(self, sequence: Sequence, *, trusted: bool = True, goes_on: bool = False) -> None:
-        """Forget a sequence wherever it is. trusted: its KV may be hit by others. goes_on: by its next turn, too."""
+        """Forget a sequence wherever it is. trusted: its KV may be hit by others. goes_on: its trajectory may."""
         if sequence.slot is not None:
-            if goes_on and trusted and sequence.request.kv_hold:
+            if goes_on and sequence.request.goes_on:
                 self._hold_kv(sequence)
             self._vacate(sequence, trusted)
             return
         if not self._remove_from(self._waiting, sequence):
             self._remove_from(self._held[sequence.request.group], sequence)
-        self.holds.returned(sequence.request.kv_hold, False)
+        self.holds.returned(sequence.request.trajectory, False)
 
     def begin_epoch(self) -> None:
         """New weights serve: nothing published before is hit again, and nothing computed before is published."""
@@ -187,7 +187,7 @@ class Scheduler:
                 return None
             del self._waiting[at]
             self.pool.acquire(hits)
-            self.holds.end(sequence.request.kv_hold)
+            self.holds.end(sequence.request.trajectory)
             self.table.enter(sequence, hits + self.pool.allocate(fresh), len(hits))
             sequence.epoch = self.epoch
             if sequence.cached_tokens is None:

@@ -92,8 +92,8 @@ class AsyncEngine:
         if self._died is not None:
             return _dead(request, self._died)
         waiting = self._requests[request.id] = _Waiting(request, self._loop.create_future())
-        if request.kv_hold:
-            self._holding.add(request.kv_hold)
+        if request.goes_on:
+            self._holding.add(request.trajectory)
         self._post(Submit((request,)))
         try:
             return await asyncio.shield(waiting.future)
@@ -107,7 +107,7 @@ class AsyncEngine:
             self._post(Abort(known, reason))
 
     def release_kv(self, key: str) -> None:
-        """The trajectory has ended whose requests have this `kv_hold`: its KV is of no use any more."""
+        """The trajectory of this key (`Request.trajectory`) has ended: its KV is of no use any more."""
         if key in self._holding:
             self._holding.remove(key)
             self._post(ReleaseKv((key,)))

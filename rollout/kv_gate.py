@@ -37,7 +37,7 @@ class KvGate:
 
     async def generate(self, request: Request) -> Completion:
         """See `AsyncEngine.generate`; the wait for room is part of it."""
-        key = _trajectory(request.id)
+        key = request.trajectory
         if key not in self._budget:
             return await self._engine.generate(request)
         self._budget.grew(key, len(request.token_ids))
@@ -70,7 +70,7 @@ class KvGate:
     def wake(self) -> None:
         """Let turns go on for which there is room by now, those of the oldest trajectories first."""
         for request, room in sorted(self._waiting.values(), key=lambda waiting: waiting[0].order):
-            if self._engine.died is None and not self._budget.may_go_on(_trajectory(request.id)):
+            if self._engine.died is None and not self._budget.may_go_on(request.trajectory):
                 break
             del self._waiting[request.id]
             room.set_result(None)
@@ -83,11 +83,6 @@ class KvGate:
             return await room
         finally:
             self._waiting.pop(request.id, None)
-
-
-def _trajectory(request_id: str) -> str:
-    """`Trajectory` numbers the requests of a trajectory: what comes before the number is its key."""
-    return request_id.rpartition("/")[0]
 
 
 def _unstarted(request: Request, reason: FinishReason) -> Completion:

@@ -103,7 +103,7 @@ class Trajectory:
 
     @property
     def key(self) -> str:
-        """Of its KV (`Request.kv_hold`)."""
+        """`Request.trajectory` of its turns."""
         return f"{self._spec.session}/{self._spec.trajectory_id}"
 
     @property
@@ -165,7 +165,8 @@ class Trajectory:
             logprob_modes=self._sampling.logprobs,
             top_logprobs=self._sampling.top_logprobs,
             prompt_logprobs=self._sampling.prompt_logprobs and index == 0,
-            kv_hold="" if self._is_last(index) else self.key,
+            trajectory=self.key,
+            goes_on=not self._is_last(index),
             expected_wait=sum(turn.times.tool_wait for turn in self._turns) / index if index else 0.0,
         )
 
