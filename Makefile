@@ -14,6 +14,7 @@ help:  ## say what can be made
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet --constraint constraints.txt "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps bfcl-eval
 	touch $@
 
 demo: .venv/installed  ## train an agent through a real worker on the CPU (under 4 minutes)
