@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from engine.arena import parameters
 from engine.attention.torch_paged import TorchPagedAttention
 from engine.config import BLOCK_SIZE, EngineConfig
 from engine.engine import Engine
-from engine.errors import EngineError
+from engine.errors import EngineError, OutOfMemory
 from engine.free_memory import host_bytes
 from engine.handle import EngineInfo
 from engine.kv_size import kv_blocks_in, kv_bytes_per_block
-from engine.memory import KVPool, Memory
+from engine.memory import KVPool, Memory, within_memory
 from engine.model import build_model
 from engine.model_config import ModelConfig, read_model_config
 from engine.ops import TorchOps
@@ -24,6 +25,7 @@ from engine.progress import READING, Progress, silent
 from engine.runner import Limits, StepDevice, TorchRunner
 from engine.sampler import Sampler
 from engine.update import Weights
+from engine.warm_up import warm_up
 
 if TYPE_CHECKING:
     from engine.cuda_runner import CudaRunner
@@ -55,6 +57,7 @@ class LoadedEngine:
         )
 
 
+@within_memory
 def load_engine(
     path: str | Path,
     config: EngineConfig | None = None,
@@ -107,6 +110,7 @@ def load_engine(
         )
     if num_blocks is None and kv_bytes is not None:
         num_blocks = kv_blocks_in(kv_bytes, model_config, kind.itemsize)
+    check_host_memory(model_config, kind.itemsize, copies=1 if device == "cuda" else 2)
     memory = Memory(place)
     weights = Weights(model_config, kind, memory)
     size = weights.arena.nbytes
@@ -128,13 +132,27 @@ def load_engine(
         from engine.cuda_runner import CudaRunner
 
         model = build_model(model_config, weights.arena, CudaOps(), config.max_context)
-        runner = CudaRunner(model, kv, sampler, limits, memory, "graph" if decode_path == "auto" else decode_path)
+        runner = CudaRunner(
+            model, kv, sampler, limits, memory, "graph" if decode_path == "auto" else decode_path, progress
+        )
+        warm_up(runner, limits, config.max_context, progress)
     else:
         model = build_model(model_config, weights.arena, TorchOps(), config.max_context)
         attention = TorchPagedAttention(model_config, kind, place)
         runner = TorchRunner(StepDevice(model, kv, attention, sampler, config.max_running), limits, memory, lazy=lazy)
     engine = Engine(runner, config, token_bytes, weight_version=weight_version)
     return LoadedEngine(engine, weights, model_config, memory, kv)
+
+
+def check_host_memory(config: ModelConfig, itemsize: int, *, copies: int) -> None:
+    """Refuse at once what the kernel would end, without a word, in the middle of reading. copies: of the weights, those
+    that serve and those that are being prepared. Raises `OutOfMemory`."""
+    need = copies * itemsize * sum(parameter.numel for parameter in parameters(config))
+    if need > (free := host_bytes()):
+        raise OutOfMemory(
+            f"the weights need {need / 1e6:,.1f} MB of memory on the host, which has {free / 1e6:,.1f} MB left",
+            field="weights",
+        )
 
 
 def kv_bytes_left(config: ModelConfig, limits: Limits) -> int:

@@ -23,6 +23,7 @@ from engine.kernels.paged_decode import DecodeScratch
 from engine.kernels.sample import sample_plain
 from engine.memory import KVPool, Memory
 from engine.model import Model, forward, head
+from engine.progress import Progress, silent
 from engine.prompt_scores import score_prompt
 from engine.request import IntArray
 from engine.result_buffer import ResultBuffer, StepResult, owned
@@ -36,6 +37,14 @@ DecodeChoice = Literal["graph", "eager"]
 
 
 @dataclass(frozen=True, slots=True)
+class Path:
+    """How a step went. bucket: of the graph that ran, None for an eager step. split: attention cut rows into parts."""
+
+    bucket: int | None
+    split: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Launched:
     """A step on its way: its results are whole in pinned memory once `done` has passed.
 
@@ -45,6 +54,7 @@ class Launched:
     done: torch.cuda.Event
     plain: Tensor | None
     output: StepOutput
+    path: Path
 
 
 class CudaRunner:
@@ -58,6 +68,7 @@ class CudaRunner:
         limits: Limits,
         memory: Memory,
         decode: DecodeChoice = "graph",
+        progress: Progress = silent,
     ) -> None:
         config, device = model.config, memory.device
         self.model = model
@@ -78,7 +89,7 @@ class CudaRunner:
         ]
         self._ring = Ring()
         self._flying: deque[Launched] = deque()
-        self.graphs = DecodeGraphs(buckets(rows) if decode == "graph" else (), self._decode)
+        self.graphs = DecodeGraphs(buckets(rows) if decode == "graph" else (), self._decode, progress)
 
     @property
     def num_blocks(self) -> int:
@@ -97,25 +108,28 @@ class CudaRunner:
         slots = plan.slots[plan.samples]
         positions = (plan.context_lens + plan.query_lens)[plan.samples]
         law = self._sampler.plain(slots, positions)
-        logits, scores = self._forward(ring, plan, law)
-        self._flying.append(self._sample(ring, logits, scores, law, slots, positions))
+        logits, scores, path = self._forward(ring, plan, law)
+        self._flying.append(self._sample(ring, logits, scores, law, slots, positions, path))
         return self._ring.launch(self._finish)
 
     def _finish(self) -> StepOutput:
         step = self._flying.popleft()
         step.done.synchronize()
-        output = owned(step.output)
-        if step.plain is None:
-            return output
-        bits = step.plain.numpy().copy()
-        return replace(output, token_ids=bits[0], flags=bits[1].astype(np.uint8), logprobs=bits[2:].view(np.float32))
+        bucket, split = step.path.bucket, step.path.split
+        output = replace(owned(step.output), graph=bucket is not None, split=split)
+        if step.plain is not None:
+            bits = step.plain.numpy().copy()
+            output = replace(
+                output, token_ids=bits[0], flags=bits[1].astype(np.uint8), logprobs=bits[2:].view(np.float32)
+            )
+        return output if bucket is None else replace(output, padding_rows=bucket - len(output.token_ids))
 
-    def _forward(self, ring: int, plan: StepPlan, law: PlainLaw | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _forward(self, ring: int, plan: StepPlan, law: PlainLaw | None) -> tuple[Tensor, tuple[Tensor, ...], Path]:
         """Logits fp32[S, vocab] of the sampling rows, and the prompt logprobs of the scored ones."""
         bucket = self.graphs.bucket(plan.num_rows) if plan.num_decode == plan.num_rows else None
         if bucket is not None:
-            self._input.pack_decode(ring, plan, law, bucket)
-            return self.graphs.replay(bucket)[: plan.num_rows], ()
+            split = self._input.pack_decode(ring, plan, law, bucket)
+            return self.graphs.replay(bucket)[: plan.num_rows], (), Path(bucket, split)
         return self._eager(ring, plan, law)
 
     def _decode(self, rows: int) -> Tensor:
@@ -126,7 +140,7 @@ class CudaRunner:
         residual = forward(self.model, ids, fixed["positions"][:rows], fixed["write_slots"][:rows], attention, self.kv)
         return head(self.model, residual, out=self._logits[:rows])
 
-    def _eager(self, ring: int, plan: StepPlan, law: PlainLaw | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _eager(self, ring: int, plan: StepPlan, law: PlainLaw | None) -> tuple[Tensor, tuple[Tensor, ...], Path]:
         tokens = self._input.pack_eager(ring, plan, law)
         fixed, decodes = self._input.fixed, plan.num_decode
         decode = DecodeStep.of(fixed, decodes, self._scratch) if decodes else None
@@ -141,9 +155,10 @@ class CudaRunner:
         attention = MixedStep(decode, prefill)
         residual = forward(self.model, ids, tokens.positions, tokens.write_slots, attention, self.kv)
         scores = tuple(score_prompt(self.model, self._sampler, score, residual) for score in prompt_scores(plan))
+        path = Path(None, tokens.split)
         if not len(tokens.sample_tokens):
-            return residual.new_empty(0, self.vocab_size, dtype=torch.float32), scores
-        return head(self.model, residual, tokens.sample_tokens), scores
+            return residual.new_empty(0, self.vocab_size, dtype=torch.float32), scores, path
+        return head(self.model, residual, tokens.sample_tokens), scores, path
 
     def _sample(
         self,
@@ -153,6 +168,7 @@ class CudaRunner:
         law: PlainLaw | None,
         slots: IntArray,
         positions: IntArray,
+        path: Path,
     ) -> Launched:
         rows, fixed = len(slots), self._input.fixed
         plain = sampled = None
@@ -173,4 +189,4 @@ class CudaRunner:
         output = self._results[ring].fill(StepResult(sampled, scores))
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
-        return Launched(done, plain, output)
+        return Launched(done, plain, output, path)

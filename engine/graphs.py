@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from engine.progress import CAPTURING, Progress
+
 
 def buckets(largest: int) -> list[int]:
     """Batch sizes worth a graph, up to exactly `largest`: each size is padded by at most a quarter, from 64 on 8."""
@@ -30,10 +32,10 @@ def bucket_for(rows: int, sizes: Sequence[int]) -> int | None:
 class DecodeGraphs:
     """Graphs by bucket. step: runs a decode step of so many rows on the current stream and returns its logits."""
 
-    def __init__(self, sizes: Sequence[int], step: Callable[[int], Tensor]) -> None:
+    def __init__(self, sizes: Sequence[int], step: Callable[[int], Tensor], progress: Progress) -> None:
         self._sizes = sorted(sizes)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self._capture(step)
+        self._capture(step, progress)
 
     def bucket(self, rows: int) -> int | None:
         """The smallest bucket that holds `rows`; None when none does."""
@@ -45,9 +47,9 @@ class DecodeGraphs:
         graph.replay()
         return logits
 
-    def _capture(self, step: Callable[[int], Tensor]) -> None:
+    def _capture(self, step: Callable[[int], Tensor], progress: Progress) -> None:
         pool = None
-        for size in reversed(self._sizes):
+        for done, size in enumerate(reversed(self._sizes), start=1):
             step(size)  # compiles what is not compiled, and lets cuBLAS choose
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
@@ -55,3 +57,4 @@ class DecodeGraphs:
                 logits = step(size)
             pool = pool or graph.pool()
             self._graphs[size] = graph, logits
+            progress(CAPTURING, done, len(self._sizes))
