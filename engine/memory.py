@@ -6,7 +6,10 @@ that what fits at start fits for ever; only the temporaries of a step come from 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -25,6 +28,23 @@ class Allocation:
     tag: str
     nbytes: int
     device: str
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def within_memory(build: Callable[P, T]) -> Callable[P, T]:
+    """`build` raises `OutOfMemory` for what torch's allocator refuses too: temporaries of warm-up steps, graphs."""
+
+    @wraps(build)
+    def built(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return build(*args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(str(error).splitlines()[0], field="device") from error
+
+    return built
 
 
 class Memory:
@@ -46,7 +66,9 @@ class Memory:
                 nbytes + ALIGNMENT, dtype=torch.uint8, device=device, pin_memory=pinned and self.device.type == "cuda"
             )
         except (torch.OutOfMemoryError, RuntimeError) as error:
-            raise OutOfMemory(f"{tag}: no {nbytes:,} bytes on {device}; so far:\n{self.table()}", field=tag) from error
+            taken = ", ".join(f"{item.tag} {item.nbytes / 1e6:,.1f} MB" for item in self.allocations)
+            message = f"no {nbytes / 1e6:,.1f} MB of memory on {device} for {tag}, after {taken or 'nothing'}"
+            raise OutOfMemory(message, field=tag) from error
         self.allocations.append(Allocation(tag, nbytes, device.type))
         if device.type == "meta":  # no addresses there
             return raw[:nbytes]

@@ -30,10 +30,13 @@ class LoggedProgress:
     """A `Progress` of plain log lines: one a second, and one when it is done. Can be sent to another process."""
 
     def __init__(self) -> None:
-        self._last = time.monotonic()
+        self._what = ""
+        self._last = 0.0
 
     def __call__(self, what: str, done: int, of: int) -> None:
         now = time.monotonic()
+        if what != self._what:
+            self._what, self._last = what, now
         if done < of and now - self._last < INTERVAL_S:
             return
         self._last = now

@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from protocols.fields import Limits
+from rollout import gpu
 from rollout.curve import is_local
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -78,7 +79,9 @@ class WorkerConfig(BaseSettings):
     weights: File = option(
         ..., "model", "checkpoint directory: config.json, safetensors; tokenizer.json only where text is used"
     )
-    device: Literal["cpu", "cuda"] = option("cpu", "model", "where the model runs")
+    device: Literal["auto", "cpu", "cuda"] = option(
+        "auto", "model", "where the model runs; auto: on a GPU if there is one and what it takes is installed"
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = option(
         "auto", "model", "of weights and KV cache; auto: float32 on cpu, bfloat16 on cuda"
     )
@@ -184,10 +187,10 @@ class WorkerConfig(BaseSettings):
                 f"--bind {self.bind} can be reached from other machines: give --curve-secret (a key pair is made by "
                 "python -c \"import zmq.auth; zmq.auth.create_certificates('.', 'worker')\"), or bind 127.0.0.1"
             )
-        if self.device == "cuda" and self.dtype == "float32":
-            raise ValueError("--dtype float32 is not served on cuda: leave it out, or choose bfloat16")
-        if self.device == "cpu" and self.decode_path == "graph":
-            raise ValueError("--decode-path graph needs --device cuda")
+        if self.place == "cuda" and self.dtype == "float32":
+            raise ValueError("--dtype float32 is not served on cuda: leave it out, or choose --device cpu")
+        if self.place == "cpu" and self.decode_path == "graph":
+            raise ValueError("--decode-path graph needs a GPU, and --device is cpu or finds none")
         if self.max_step_tokens < self.max_running:
             raise ValueError(
                 f"--max-step-tokens {self.max_step_tokens} must be at least --max-running {self.max_running}"
@@ -195,16 +198,23 @@ class WorkerConfig(BaseSettings):
         return self
 
     @property
+    def place(self) -> Literal["cpu", "cuda"]:
+        """What `device` means on this machine."""
+        if self.device != "auto":
+            return self.device
+        return "cuda" if gpu.visible() and gpu.lacking() is None else "cpu"
+
+    @property
     def model_dtype(self) -> str:
         """What `dtype` means on this device."""
         if self.dtype != "auto":
             return self.dtype
-        return "bfloat16" if self.device == "cuda" else "float32"
+        return "bfloat16" if self.place == "cuda" else "float32"
 
     @property
     def in_process(self) -> bool:
         """Does the engine run in a process of its own?"""
-        return self.engine_process == "process" or (self.engine_process == "auto" and self.device == "cuda")
+        return self.engine_process == "process" or (self.engine_process == "auto" and self.place == "cuda")
 
     @property
     def limits(self) -> Limits:

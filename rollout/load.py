@@ -5,14 +5,11 @@ Where the engine has a process of its own, only that one imports torch.
 
 from __future__ import annotations
 
+import logging
 import os
-import platform
-from collections import Counter
-
-import zmq
 
 from engine.config import BLOCK_SIZE, EngineConfig
-from engine.errors import EngineError
+from engine.errors import EngineError, OutOfMemory
 from engine.handle import EngineHandle, EngineInfo
 from engine.model_config import read_model_config
 from engine.process import ProcessEngine
@@ -20,12 +17,16 @@ from engine.progress import LoggedProgress
 from engine.recipe import EngineRecipe
 from engine.thread import ThreadEngine
 from protocols.fields import ModelInfo
+from rollout import gpu
 from rollout.chat.format import ChatFormat
 from rollout.config import WorkerConfig
 from rollout.environments.registry import Registry
 from rollout.service import Served
 from rollout.start import Loaded, StartError
+from rollout.summary import summarise
 from rollout.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 DEFAULT_CONTEXT = 4096
 """Longest trajectory, in tokens, where neither the options nor the checkpoint ask for less."""
@@ -33,6 +34,7 @@ DEFAULT_CONTEXT = 4096
 
 def load(config: WorkerConfig) -> Loaded:
     """The real engine over a checkpoint. Raises StartError, saying what to do."""
+    _say_of_gpus(config)
     try:
         registry = Registry.load(config.env, processes=config.env_processes, tools=config.tools)
         tokenizer = Tokenizer.load(config.weights)
@@ -50,7 +52,8 @@ def load(config: WorkerConfig) -> Loaded:
                 "path": config.weights,
                 "config": engine_config,
                 "dtype": config.model_dtype,
-                "device": config.device,
+                "device": config.place,
+                "decode_path": config.decode_path,
                 "num_blocks": config.kv_tokens and -(-config.kv_tokens // BLOCK_SIZE) + 1,
                 "kv_bytes": config.kv_memory,
                 "progress": LoggedProgress(),
@@ -60,7 +63,7 @@ def load(config: WorkerConfig) -> Loaded:
         )
         handle, info = _in_process(recipe) if config.in_process else _in_thread(recipe)
     except (EngineError, ImportError, OSError, ValueError) as error:
-        raise StartError(str(error)) from error
+        raise StartError(advice(error)) from error
     model = ModelInfo(
         architecture=info.model.architecture,
         dtype=config.model_dtype,
@@ -71,7 +74,35 @@ def load(config: WorkerConfig) -> Loaded:
     )
     kv_tokens = info.kv_tokens if config.admission == "whole" and config.prefix_cache else None
     served = Served(model, info.weight_version, info.weight_digest, registry, tokenizer, chat, kv_tokens)
-    return Loaded(handle, served, _summary(config, info, served), _processes(handle), _gpu_bytes(info))
+    return Loaded(handle, served, summarise(config, info, served), _processes(handle), _gpu_bytes(info))
+
+
+def _say_of_gpus(config: WorkerConfig) -> None:
+    """Raises StartError if a GPU is asked for and what it takes is not installed."""
+    lacking = gpu.lacking()
+    if lacking and config.place == "cuda":
+        raise StartError(f"--device cuda: {lacking}; or choose --device cpu")
+    if lacking and config.device == "auto" and gpu.visible():
+        log.warning(
+            "there is a GPU, but %s; the model runs on the CPU (--device cpu says so without this line)", lacking
+        )
+
+
+def advice(error: Exception) -> str:
+    """What went wrong in one sentence, with what to do about it."""
+    text = " ".join(str(error).split())
+    match error:
+        case OutOfMemory(field="kv_bytes" | "num_blocks"):
+            return f"{text}: give --kv-tokens or --kv-memory more, or lower --max-running or --max-step-tokens"
+        case OutOfMemory():
+            return f"{text}: lower --kv-tokens, --max-running, --max-step-tokens or --max-context, or free the device"
+        case EngineError(field="max_context"):
+            return f"{text}: lower --max-context"
+        case PermissionError():
+            return f"{error.filename}: this user may not read it; give it the permission, or start as another user"
+        case OSError() if error.filename is not None:
+            return f"{error.filename}: {error.strerror}"
+    return text
 
 
 def _processes(handle: EngineHandle) -> tuple[int, ...]:
@@ -90,24 +121,3 @@ def _in_process(recipe: EngineRecipe) -> tuple[EngineHandle, EngineInfo]:
 def _in_thread(recipe: EngineRecipe) -> tuple[EngineHandle, EngineInfo]:
     built = recipe.build()
     return ThreadEngine(built.engine, built.weights), built.info
-
-
-def _summary(config: WorkerConfig, info: EngineInfo, served: Served) -> tuple[str, ...]:
-    model = served.model
-    place = f"{config.device}, in {'a process of its own' if config.in_process else 'a thread'}"
-    return (
-        f"model    {config.weights}: {model.architecture}, {model.dtype} on {place}, {model.vocab_size} ids",
-        f"weights  version {served.weight_version}, {served.weight_digest}",
-        f"KV cache {info.kv_tokens} tokens; {config.max_running} requests at once, context {model.max_context}",
-        f"memory   {', '.join(f'{tag} {size / 1e6:,.1f} MB' for tag, size in _memory(info))}",
-        f"envs     {', '.join(served.environments.names)}",
-        f"versions Python {platform.python_version()}, torch {info.torch}, libzmq {zmq.zmq_version()}",
-    )
-
-
-def _memory(info: EngineInfo) -> list[tuple[str, int]]:
-    """Bytes by what they are for, the largest first."""
-    sizes: Counter[str] = Counter()
-    for _, tag, size in info.memory:
-        sizes[tag] += size
-    return sizes.most_common()

@@ -1,4 +1,6 @@
-"""Without a GPU, Triton's kernels run in its interpreter, which must be chosen before anything loads triton."""
+"""Without a GPU, Triton's kernels run in its interpreter, which must be chosen before anything loads triton.
+
+With one, workers of tests run on the CPU all the same, unless a test says otherwise."""
 
 from __future__ import annotations
 
@@ -7,3 +9,5 @@ from pathlib import Path
 
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+os.environ.setdefault("ROLLOUT_WORKER_DEVICE", "cpu")

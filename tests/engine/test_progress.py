@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import engine.progress
 from engine.build import load_engine
 from engine.config import EngineConfig
 from engine.progress import CAPTURING, READING, LoggedProgress, amount
@@ -33,13 +32,28 @@ def test_lines_come_once_an_interval_and_at_the_end(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
-    monkeypatch.setattr(engine.progress.time, "monotonic", lambda: now)
+    monkeypatch.setattr("engine.progress.time.monotonic", lambda: now)
     progress = LoggedProgress()
     with caplog.at_level(logging.INFO):
-        for done in range(1, 29):
-            now += 0.125
+        for done in range(29):
             progress(CAPTURING, done, 28)
+            now += 0.125
     assert caplog.messages == [f"capturing graphs: {n} of 28" for n in (8, 16, 24, 28)]
+
+
+def test_the_first_line_about_a_thing_waits_its_interval_however_long_the_last_thing_is_ago(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr("engine.progress.time.monotonic", lambda: now)
+    progress = LoggedProgress()
+    with caplog.at_level(logging.INFO):
+        progress(READING, 10**6, 10**6)
+        now = 200.0
+        progress(CAPTURING, 0, 2)
+        progress(CAPTURING, 1, 2)
+        progress(CAPTURING, 2, 2)
+    assert caplog.messages == ["reading weights: 1.0 of 1.0 MB", "capturing graphs: 2 of 2"]
 
 
 def test_it_crosses_to_another_process(caplog: pytest.LogCaptureFixture) -> None:

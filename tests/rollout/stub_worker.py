@@ -9,6 +9,7 @@ import time
 from rollout.cli import parse, run
 from rollout.config import WorkerConfig
 from rollout.start import Loaded
+from rollout.summary import Summary
 from tests.rollout.timed_engine import TimedEngine
 from tests.rollout.workers import served
 
@@ -24,7 +25,7 @@ def main() -> int:
         print("loading", flush=True)
         time.sleep(stub.load_s)
         engine = TimedEngine(seconds_per_token=stub.seconds_per_token, prepare_s=stub.prepare_s)
-        return Loaded(engine, served(env=config.env), ("model    a formula",))
+        return Loaded(engine, served(env=config.env), Summary({"model": "a formula"}))
 
     return run(parse(["--weights", "none", *rest]), load)
 

@@ -15,6 +15,12 @@ from rollout.cli import main, parse
 from rollout.config import WorkerConfig, parse_bytes, shown_size
 from rollout.config_file import ConfigFileError, read_file, write_config
 
+
+@pytest.fixture(autouse=True)
+def _bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ROLLOUT_WORKER_DEVICE", raising=False)
+
+
 ARGUMENTS: list[Any] = [
     [],
     ["--kv-memory", "3G", "--no-overlap", "--env", "a=b:C", "--env", "d=e:F", "--log-format", "json"],

@@ -11,6 +11,11 @@ from rollout.config import WorkerConfig
 from rollout.options import OptionError, check_variables, read_options, suggestion
 
 
+@pytest.fixture(autouse=True)
+def _bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ROLLOUT_WORKER_DEVICE", raising=False)
+
+
 def write(tmp_path: Path, text: str) -> Path:
     path = tmp_path / "worker.yaml"
     path.write_text(text)
