@@ -2,7 +2,7 @@
 
 from protocols.base import Value
 from protocols.limits import Limits, ModelInfo
-from protocols.records import Failure, Record, Segment, Times, Truncation, Turn
+from protocols.records import Failure, Partial, Record, Segment, Times, Truncation, Turn
 from protocols.scalars import (
     PROTOCOL,
     SOURCE_GLUE,
@@ -58,6 +58,7 @@ __all__ = [
     "LogprobMode",
     "ModelInfo",
     "Name",
+    "Partial",
     "Positive",
     "Purpose",
     "Record",

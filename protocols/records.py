@@ -19,6 +19,7 @@ from protocols.scalars import (
     Int64Matrix,
     LogprobMode,
     Name,
+    Positive,
     Purpose,
     Reward,
     Scope,
@@ -162,6 +163,19 @@ class Truncation(Value):
     value: float
 
 
+class Partial(Value):
+    """What it takes, besides its record, for a trajectory to go on where it was cut.
+
+    answered: the environment has answered the last turn, and what it said is in the segment.
+    max_tokens: of the turn that was cut or comes next; nil fills up to the context limit.
+    snapshot: of the environment, before the turn that is not answered; nil for one that needs none.
+    """
+
+    answered: bool = False
+    max_tokens: Positive | None = None
+    snapshot: Opaque | None = None
+
+
 class Record(Value):
     """Everything about one ended trajectory.
 
@@ -172,6 +186,8 @@ class Record(Value):
     error: always there when status is `failed`.
     wall_s: from accept to end, in the worker.
     metadata: the group's.
+    retries: earlier attempts at this trajectory that failed; each attempt has a sample index of its own.
+    partial: of an aborted trajectory that can go on: submit its group again with this record among `partials`.
     """
 
     trajectory_id: Name
@@ -190,11 +206,15 @@ class Record(Value):
     wall_s: float = 0.0
     metadata: Opaque = Field(default_factory=dict)
     purpose: Purpose = "train"
+    retries: Count = 0
+    partial: Partial | None = None
 
     @model_validator(mode="after")
     def _status_agrees(self) -> Self:
         if self.status != STATUS_OF[self.finish_reason]:
             refuse(f"is {self.status}, but {self.finish_reason} makes it {STATUS_OF[self.finish_reason]}", ".status")
+        if self.partial is not None and (self.status != "aborted" or len(self.segments) != 1):
+            refuse("belongs to an aborted trajectory of one segment", ".partial")
         if self.status == "failed":
             if self.error is None:
                 refuse("is required of a failed trajectory", ".error")

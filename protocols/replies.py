@@ -179,10 +179,12 @@ class TrajectoryDone(ReplyMessage):
 
 
 class GroupDone(ReplyMessage):
-    """All trajectories of a group ended.
+    """All trajectories of a group ended, or were kept.
 
     counts: trajectories by status.
-    complete: each is `completed` or `truncated`.
+    complete: at least min_complete (without one: all) are `completed` or `truncated`.
+    short: so many of its samples can no longer become that, for too many failed or were aborted.
+    kept: trajectories that wait for a `resume`.
     """
 
     type: Literal["group_done"] = "group_done"
@@ -190,19 +192,27 @@ class GroupDone(ReplyMessage):
     group_id: Name
     counts: dict[Status, Size]
     complete: bool
+    short: bool = False
+    kept: Size = 0
 
 
 class BatchDone(ReplyMessage):
-    """All trajectories of a batch ended.
+    """All trajectories of a batch ended, or were kept.
 
     counts: trajectories by status.
     wall_s: from accept to the last end.
+    cut: trajectories that had not ended when the batch had enough.
+    cut_tokens: what those had sampled until then.
+    kept: those of them that wait for a `resume`.
     """
 
     type: Literal["batch_done"] = "batch_done"
     batch_id: Name
     counts: dict[Status, Size]
     wall_s: float
+    cut: Size = 0
+    cut_tokens: Size = 0
+    kept: Many[Name] = ()
 
 
 class WeightsProgress(ReplyMessage):

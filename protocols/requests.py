@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, ValidationInfo, model_validator
 
 from protocols.base import Many, Received, Value, limited, refuse
+from protocols.records import Record
 from protocols.scalars import PROTOCOL, Count, Int32, Name, Positive, Reward, Seconds, Size, UInt8, Version
 from protocols.work import Group, Sampling
 
@@ -31,26 +32,38 @@ class Hello(RequestMessage):
 class SubmitBatch(RequestMessage):
     """Accepted as a whole or refused as a whole. A repeat with equal content is accepted again and runs once.
 
-    groups_needed: end the batch early, when so many groups are complete (capability `early_cut`).
-    min_complete: samples that make a group complete (capability `early_cut`).
-    surplus: what happens to the rest then (capability `early_cut`).
-    resume: trajectories whose kept partials go on (capability `resume`).
+    groups_needed: end the batch early, when so many groups are complete (capability `early_cut`). Nil, and no
+        min_complete: never; else all of them.
+    min_complete: `completed` and `truncated` samples that make a group complete; nil means all of its samples.
+    surplus: what happens to the rest then. `keep`: they stay in the worker, with their environment, for a later
+        `resume`, and have no record until then; `return`: they end as `abort_surplus` with what they have.
+    max_retries: a sample that failed starts again so many times, each time with a new sample index. Its id has one
+        record all the same: that of the last attempt.
+    resume: kept trajectories that go on, in this batch, in groups of the ids they had (capability `resume`).
+    partials: returned records of trajectories that go on: each names by trajectory_id one that the groups of this
+        submit hold, of the same group, prompt, law, seed and sample index (capability `resume`).
     step: the trainer's own count of rounds, under which the worker's metrics of this batch appear; nil takes the
         weight version that serves at accept.
     """
 
     type: Literal["submit"] = "submit"
     batch_id: Name
-    groups: Annotated[Many[Group], Field(min_length=1), limited("max_groups")]
-    groups_needed: Positive | None = None
+    groups: Annotated[Many[Group], limited("max_groups")] = ()
+    groups_needed: Count | None = None
     min_complete: Positive | None = None
     surplus: Literal["keep", "return"] = "keep"
+    max_retries: Annotated[int, Field(ge=0, le=100)] = 0
     resume: Annotated[Many[Name], limited("max_trajectories")] = ()
+    partials: Annotated[Many[Record], limited("max_trajectories")] = ()
     step: Size | None = None
 
     @model_validator(mode="after")
     def _ids_are_unique(self, info: ValidationInfo) -> Self:
-        if self.groups_needed is not None and self.groups_needed > len(self.groups):
+        if not self.groups and not self.resume:
+            refuse("must not be empty where nothing is resumed", ".groups")
+        if len(set(self.resume)) < len(self.resume):
+            refuse("names a trajectory twice", ".resume")
+        if self.groups_needed is not None and not self.resume and self.groups_needed > len(self.groups):
             refuse(f"is more than the {len(self.groups)} groups there are", ".groups_needed")
         groups: set[str] = set()
         trajectories: set[str] = set()

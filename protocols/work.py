@@ -171,6 +171,8 @@ class Group(Value):
         of it is prompt.
     metadata: echoed in every record.
     purpose: `eval` keeps the group out of the training metrics.
+    counted: samples of it that an earlier submit had `completed` or `truncated`, which count towards min_complete. A
+        group that had enough of them does not count towards groups_needed.
     priority: higher starts earlier.
     min_version: wait until weights of at least this version serve.
     max_staleness: end the trajectory as `abort_stale` rather than let its oldest token fall further behind the serving
@@ -190,6 +192,7 @@ class Group(Value):
     prompt_source: UInt8 | None = None
     metadata: Opaque = Field(default_factory=dict)
     purpose: Purpose = "train"
+    counted: Count = 0
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     min_version: Version | None = None
     max_staleness: Annotated[int, Field(ge=0, lt=2**63)] | None = None

@@ -24,6 +24,7 @@ from protocols import (
     Limits,
     ModelInfo,
     Ok,
+    Partial,
     PauseRequest,
     Ping,
     Pong,
@@ -137,6 +138,32 @@ def failed_record() -> Record:
     )
 
 
+def partial(group_id: str, trajectory_id: str) -> Record:
+    """A trajectory that was cut after one sampled token."""
+    return Record(
+        trajectory_id=trajectory_id,
+        group_id=group_id,
+        batch_id="b-0",
+        sample_index=0,
+        status="aborted",
+        finish_reason="abort_surplus",
+        segments=(
+            Segment(
+                token_ids=ids(1, 7),
+                source=marks(0, 1),
+                logprobs=floats(0, -0.5),
+                loss_mask=marks(0, 1),
+                weight_versions=np.array([[3, 1]], np.int64),
+                kv_versions=np.array([[3, 1]], np.int64),
+                turns=(Turn(index=0, start=1, length=1, finish_reason="abort_client"),),
+            ),
+        ),
+        sampling=Sampling(seed=17),
+        retries=1,
+        partial=Partial(max_tokens=256, snapshot={"page": 3}),
+    )
+
+
 def submit() -> SubmitBatch:
     return SubmitBatch(
         id="7",
@@ -179,6 +206,7 @@ def submit() -> SubmitBatch:
                 prompt=ids(1),
                 trajectory_ids=("t-3",),
                 environment=Environment(name="search", config={"index": "wiki", "k": 5}),
+                counted=1,
                 purpose="eval",
             ),
             Group(
@@ -196,6 +224,9 @@ def submit() -> SubmitBatch:
         ),
         groups_needed=1,
         surplus="return",
+        max_retries=2,
+        resume=("t-9",),
+        partials=(partial("g-2", "t-3"),),
     )
 
 
@@ -295,8 +326,12 @@ REPLIES: dict[str, Reply] = {
             logprobs=floats(-0.5, -0.25),
         ),
         TrajectoryDone(id="7", record=record()),
-        GroupDone(id="7", batch_id="b-1", group_id="g-1", counts={"completed": 1, "truncated": 1}, complete=True),
-        BatchDone(id="7", batch_id="b-1", counts={"completed": 2, "failed": 1}, wall_s=3.5),
+        GroupDone(
+            id="7", batch_id="b-1", group_id="g-1", counts={"completed": 1, "truncated": 1}, complete=True, kept=1
+        ),
+        BatchDone(
+            id="7", batch_id="b-1", counts={"completed": 2, "failed": 1}, wall_s=3.5, cut=1, cut_tokens=9, kept=("t-4",)
+        ),
         WeightsProgress(id="6", update_id="u-4", stage="reading", fraction=0.5),
         Chunk(id="7", of=2, offset=0, data=(marks(1, 2, 3), marks(4)), sizes=np.array([3, 5, 0], np.int64)),
     )

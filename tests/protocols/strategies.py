@@ -24,6 +24,7 @@ from protocols import (
     Environment,
     Failure,
     Group,
+    Partial,
     Record,
     Sampling,
     Score,
@@ -191,7 +192,7 @@ def _group(draw: Draw) -> dict[str, Any]:
     }
 
 
-@_build(SubmitBatch, "groups", "groups_needed")
+@_build(SubmitBatch, "groups", "groups_needed", "resume")
 def _submit(draw: Draw) -> dict[str, Any]:
     groups = draw(
         st.lists(
@@ -203,7 +204,11 @@ def _submit(draw: Draw) -> dict[str, Any]:
     )
     seen: set[str] = set()
     distinct = [g for g in groups if seen.isdisjoint(g.trajectory_ids) and not seen.update(g.trajectory_ids)]
-    return {"groups": distinct, "groups_needed": draw(st.none() | st.integers(1, len(distinct)))}
+    return {
+        "groups": distinct,
+        "groups_needed": draw(st.none() | st.integers(0, len(distinct))),
+        "resume": draw(st.lists(st.text(min_size=1, max_size=6), max_size=2, unique=True)),
+    }
 
 
 @_build(Continue, "done", "glue", "observation", "max_tokens", "reward", "rewards")
@@ -267,7 +272,7 @@ def _segment(draw: Draw) -> dict[str, Any]:
     }
 
 
-@_build(Record, "status", "finish_reason", "segments", "error")
+@_build(Record, "status", "finish_reason", "segments", "error", "partial")
 def _record(draw: Draw) -> dict[str, Any]:
     reason = draw(_fields(Record)["finish_reason"])
     segments = draw(st.lists(value(Segment), min_size=1, max_size=2))
@@ -279,6 +284,7 @@ def _record(draw: Draw) -> dict[str, Any]:
         "status": STATUS_OF[reason],
         "segments": segments,
         "error": draw(value(Failure) if failed else st.none()),
+        "partial": draw(value(Partial)) if STATUS_OF[reason] == "aborted" and len(segments) == 1 else None,
     }
 
 

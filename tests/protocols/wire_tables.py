@@ -23,14 +23,14 @@ from pydantic.fields import FieldInfo
 from protocols import ERRORS, STATUS_OF, Limits, ModelInfo, Record, Value
 from protocols.base import ArraySpec, OpaqueSpec
 from protocols.codec import REPLIES, REQUESTS
-from protocols.records import Failure, Segment, Times, Truncation, Turn
+from protocols.records import Failure, Partial, Segment, Times, Truncation, Turn
 from protocols.replies import EVENTS
 from protocols.work import Budget, Environment, Group, Sampling, ScriptedTurn, Template
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "wire.md"
 PARTS = (
-    Group, Template, Sampling, Environment, ScriptedTurn, Budget, Record, Segment, Turn, Times, Truncation, Failure,
-    Limits, ModelInfo,
+    Group, Template, Sampling, Environment, ScriptedTurn, Budget, Record, Segment, Turn, Times, Truncation, Partial,
+    Failure, Limits, ModelInfo,
 )  # fmt: skip
 
 
