@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from engine.arena import parameters
-from engine.arena import parameters
 from engine.attention.torch_paged import TorchPagedAttention
 from engine.config import BLOCK_SIZE, EngineConfig
 from engine.engine import Engine
@@ -112,7 +111,6 @@ def load_engine(
     if num_blocks is None and kv_bytes is not None:
         num_blocks = kv_blocks_in(kv_bytes, model_config, kind.itemsize)
     check_host_memory(model_config, kind.itemsize, copies=1 if device == "cuda" else 2)
-    check_host_memory(model_config, kind.itemsize, copies=1 if device == "cuda" else 2)
     memory = Memory(place)
     weights = Weights(model_config, kind, memory)
     size = weights.arena.nbytes
@@ -144,17 +142,6 @@ def load_engine(
         runner = TorchRunner(StepDevice(model, kv, attention, sampler, config.max_running), limits, memory, lazy=lazy)
     engine = Engine(runner, config, token_bytes, weight_version=weight_version)
     return LoadedEngine(engine, weights, model_config, memory, kv)
-
-
-def check_host_memory(config: ModelConfig, itemsize: int, *, copies: int) -> None:
-    """Refuse at once what the kernel would end, without a word, in the middle of reading. copies: of the weights, those
-    that serve and those that are being prepared. Raises `OutOfMemory`."""
-    need = copies * itemsize * sum(parameter.numel for parameter in parameters(config))
-    if need > (free := host_bytes()):
-        raise OutOfMemory(
-            f"the weights need {need / 1e6:,.1f} MB of memory on the host, which has {free / 1e6:,.1f} MB left",
-            field="weights",
-        )
 
 
 def check_host_memory(config: ModelConfig, itemsize: int, *, copies: int) -> None:
