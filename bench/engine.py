@@ -2,7 +2,8 @@
 
     python -m bench.engine --weights DIR --workload A B [--device cuda] [--runs 3] [--json-dir DIR]
 
-Everything is submitted at once; a trajectory's next turn is added when its last one has ended.
+Everything is submitted at once; a trajectory's next turn is added when its last one has ended. Trajectories of several
+turns start as the worker starts them (`--admission whole`): what one run learns of their lengths, the next one knows.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
+from bench.feed import Feed, Trajectory
 from bench.measure import (
     COPY_BANDWIDTH,
     Reads,
@@ -33,71 +34,38 @@ from bench.measure import (
     table,
 )
 from bench.report_fields import device_name
-from bench.workloads import Job, Workload, jobs
+from bench.workloads import Workload, jobs
 from engine.build import DTYPES, load_engine
 from engine.config import BLOCK_SIZE, EngineConfig
 from engine.engine import Engine
 from engine.kv_size import kv_bytes_per_block
 from engine.model_config import ModelConfig, read_model_config
-from engine.request import Completion, Request, SamplingParams
+from rollout.kv_budget import KvBudget
 
 
-class Trajectory:
-    """A job under way: `ids` grows by what was sampled and by the next turn's ids."""
-
-    def __init__(self, workload: Workload, job: Job, order: int, vocab_size: int) -> None:
-        self._job = job
-        self._order = order
-        self._group = str(job.seed) if workload.samples > 1 else ""
-        self._params = SamplingParams(temperature=workload.temperature, seed=job.seed, sample_index=job.sample)
-        self._appended = [job.appended(turn, vocab_size) for turn in range(len(job.turns))]
-        self._turn = 0
-        self._ids = self._appended[0]
-        self.lengths_ok = True
-
-    def request(self) -> Request:
-        """The turn that is next."""
-        return Request(
-            id=self._job.id,
-            token_ids=self._ids,
-            max_tokens=self._job.turns[self._turn].sampled,
-            params=self._params,
-            order=self._order,
-            group="" if self._turn else self._group,
-        )
-
-    def end_turn(self, completion: Completion) -> bool:
-        """Take a turn's result. Is there another turn?"""
-        count = self._job.turns[self._turn].sampled
-        logprobs = completion.logprobs["processed"]
-        whole = completion.finish_reason == "length" and len(completion.token_ids) == len(logprobs) == count
-        self.lengths_ok &= whole and bool(np.isfinite(logprobs).all())
-        self._turn += 1
-        if self._turn == len(self._job.turns) or not whole:
-            return False
-        self._ids = np.concatenate((self._ids, completion.token_ids, self._appended[self._turn]))
-        return True
-
-
-def run(engine: Engine, vocab_size: int, shuffled: bool, workload: Workload, seed: int) -> Run:
-    """One run. shuffled: siblings are not neighbours, neither in the queue nor in the batch."""
+def run(
+    engine: Engine, vocab_size: int, shuffled: bool, workload: Workload, seed: int, *, kv: KvBudget | None = None
+) -> Run:
+    """One run. shuffled: siblings are not neighbours, neither in the queue nor in the batch. kv: who may start when."""
     submitted = jobs(workload, seed)
     if shuffled:
         random.Random(seed).shuffle(submitted)
-    trajectories = {job.id: Trajectory(workload, job, order, vocab_size) for order, job in enumerate(submitted)}
+    trajectories = [Trajectory(workload, job, order, vocab_size) for order, job in enumerate(submitted)]
+    feed = Feed(engine, trajectories, kv)
     before = asdict(engine.stats())
     gc.collect()
     start = time.perf_counter()
-    for trajectory in trajectories.values():
-        engine.add(trajectory.request())
-    while engine.has_work:
-        for completion in engine.step():
-            trajectory = trajectories[completion.request_id]
-            if trajectory.end_turn(completion):
-                engine.add(trajectory.request())
+    feed.fill()
+    while not feed.over:
+        ended = engine.step()
+        for completion in ended:
+            if (trajectory := feed.take(completion)) is not None:
+                feed.come_back(trajectory)
+        if ended:
+            feed.fill()
     wall = time.perf_counter() - start
     counters = grown(before, asdict(engine.stats()))
-    return Run(wall, all(trajectory.lengths_ok for trajectory in trajectories.values()), counters)
+    return Run(wall, all(trajectory.lengths_ok for trajectory in trajectories), counters)
 
 
 def engine_config(works: list[Workload], args: argparse.Namespace) -> EngineConfig:
@@ -133,8 +101,10 @@ def serve(works: list[Workload], args: argparse.Namespace, model: ModelConfig) -
     kv_tokens = (loaded.kv.num_blocks - 1) * BLOCK_SIZE
     print(f"loaded in {load_s} s: {config}, KV of {kv_tokens} tokens", flush=True)
     settings = asdict(config) | {"kv_tokens": kv_tokens, "load_s": load_s}
-    settings |= {"decode_path": args.decode_path, "shuffled": args.shuffled}
-    drive = partial(run, loaded.engine, model.vocab_size, args.shuffled)
+    settings |= {"decode_path": args.decode_path, "shuffled": args.shuffled, "admission": args.admission}
+    whole = args.admission == "whole" and config.prefix_cache
+    kv = KvBudget(kv_tokens) if whole else None
+    drive = partial(run, loaded.engine, model.vocab_size, args.shuffled, kv=kv)
     reads = Reads.of(model, DTYPES[args.dtype].itemsize)
     bandwidth = COPY_BANDWIDTH.get(device_name(args.device))
     results = []

@@ -165,6 +165,9 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     found.add_argument("--max-running", type=int, help="rows of a step (default: what the workloads named need)")
     found.add_argument("--max-step-tokens", type=int, default=16384)
     found.add_argument("--kv-gb", type=float, help="KV pool; without it what the workloads need, or a GPU has left")
+    found.add_argument(
+        "--admission", choices=["whole", "open"], default="whole", help="of trajectories of several turns"
+    )
     found.add_argument("--json-dir", type=Path, default=report_fields.ROOT / "bench" / "results")
     found.add_argument("--shrink", type=int, default=1, metavar="N", help="divide rows and lengths by N: a trial")
     return found

@@ -126,6 +126,7 @@ def serve(works: list[Workload], args: argparse.Namespace, model: ModelConfig) -
     config = engine_config(works, args)
     pool = kv_bytes(args.kv_gb, works, model, args.dtype, args.device)
     options = asdict(config) | {"kv_memory": pool, "device": args.device, "dtype": args.dtype}
+    options |= {"admission": args.admission}
     start = time.perf_counter()
     with local_worker(args.weights, start_timeout=START_S, env=[PLUGIN], log_level="warning", **options) as worker:
         settings |= options | {"start_s": round(time.perf_counter() - start, 2)}

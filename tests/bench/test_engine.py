@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from bench.comparison import FIELDS
-from bench.engine import Trajectory, engine_config, kv_bytes, main, run
+from bench.engine import engine_config, kv_bytes, main, run
+from bench.feed import Trajectory
 from bench.measure import parser
 from bench.workloads import Job, Turn, Workload, jobs, workloads
 from engine.build import load_engine
