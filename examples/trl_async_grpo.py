@@ -123,7 +123,7 @@ def main() -> int:
         address = options.address
         if address is None:
             other = save(make_tokenizer(), seed=1, folder=folder / "other")
-            worker = local_worker(other, log_level="warning", environment={"OMP_NUM_THREADS": "1"})
+            worker = local_worker(other, device="cpu", log_level="warning", environment={"OMP_NUM_THREADS": "1"})
             address = stack.enter_context(worker).address
         client = stack.enter_context(RolloutClient(address))
         trainer = train(client, start, folder / "trl", options.steps)

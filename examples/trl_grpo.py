@@ -84,7 +84,7 @@ def main() -> int:
         address = options.address
         if address is None:
             start = save(make_tokenizer(), seed=1, folder=folder / "start")
-            worker = local_worker(start, log_level="warning", environment={"OMP_NUM_THREADS": "1"})
+            worker = local_worker(start, device="cpu", log_level="warning", environment={"OMP_NUM_THREADS": "1"})
             address = stack.enter_context(worker).address
         client = stack.enter_context(RolloutClient(address))
         history = train(client, folder / "trl", options.steps)

@@ -26,6 +26,7 @@ from rollout.local import local_worker
 
 ENVIRONMENT = "find_number=examples.find_number.environment:FindNumber"
 WORKER: dict[str, Any] = {
+    "device": "cpu",  # where the trainer is, in float32 as it is
     "env": [ENVIRONMENT],
     "max_running": 256,  # a whole round fits into one step: its KV is tiny
     "log_level": "warning",

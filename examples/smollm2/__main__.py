@@ -36,7 +36,7 @@ def main() -> int:
         return 1
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     with (
-        local_worker(checkpoint, max_running=1, max_context=2048, log_level="warning") as worker,
+        local_worker(checkpoint, device="cpu", max_running=1, max_context=2048, log_level="warning") as worker,
         RolloutClient(worker.address) as client,
     ):
         trajectory = chat(client, tokenizer, options, console)
