@@ -21,7 +21,7 @@ from engine.memory import KVPool, Memory, within_memory
 from engine.model import build_model
 from engine.model_config import ModelConfig, read_model_config
 from engine.ops import TorchOps
-from engine.progress import READING, Progress, silent
+from engine.progress import Progress, silent
 from engine.runner import Limits, StepDevice, TorchRunner
 from engine.sampler import Sampler
 from engine.update import Weights
@@ -113,11 +113,8 @@ def load_engine(
     check_host_memory(model_config, kind.itemsize, copies=1 if device == "cuda" else 2)
     memory = Memory(place)
     weights = Weights(model_config, kind, memory)
-    size = weights.arena.nbytes
-    progress(READING, 0, size)
-    weights.prepare(str(path), weight_version, checksums)
+    weights.prepare(str(path), weight_version, checksums, progress)
     weights.commit()
-    progress(READING, size, size)
     limits = Limits(config.max_running, config.max_step_tokens, config.max_blocks_per_request)
     if num_blocks is None:
         whole = config.max_running * config.max_blocks_per_request + 1

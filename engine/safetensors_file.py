@@ -1,4 +1,4 @@
-"""One safetensors file: its header checked against the file, its bytes read in order into memory of ours.
+"""One safetensors file: its header checked against the file, its bytes read into memory of ours.
 
 Never mapped: a file cut short under a map kills the process. Format: 8 bytes little-endian header length, a JSON
 object name -> {dtype, shape, data_offsets}, then the tensors' bytes without holes.
@@ -20,6 +20,9 @@ from engine.errors import WeightsIncomplete, WeightsInvalid
 
 MAX_HEADER = 100_000_000
 """Bytes; the format's own limit."""
+
+SUM_BYTES = 8 * 1024 * 1024
+"""Read at a time for a checksum."""
 
 ITEMSIZE = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 ITEMSIZE |= {"U64": 8, "U32": 4, "U16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
@@ -43,16 +46,13 @@ class Entry:
 
 
 class SafetensorsFile:
-    """An open file. `entries` are in file order; `read_into` must follow that order, so that the file is read once
-    from front to back and its checksum falls out.
+    """An open file; `entries` are in file order.
 
     Raises `WeightsIncomplete` for a missing, cut or replaced file, `WeightsInvalid` for a malformed one.
     """
 
-    def __init__(self, path: Path, checksum: str | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self._expected = checksum
-        self._hash = sha256() if checksum is not None else None
         try:
             # Non-blocking, so that a pipe in a file's place is an error and not a wait for a writer.
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -75,27 +75,32 @@ class SafetensorsFile:
     ) -> None:
         os.close(self._fd)
 
-    def read_into(self, target: memoryview) -> None:
-        """Fill `target` with the file's next bytes."""
+    def read_at(self, start: int, target: memoryview) -> None:
+        """Fill `target` with the file's bytes from `start` on. Any number of threads may read at once."""
         filled = 0
         while filled < len(target):
             try:
-                count = os.readv(self._fd, [target[filled:]])
+                count = os.preadv(self._fd, [target[filled:]], start + filled)
             except OSError as error:
                 raise self.incomplete(f"cannot be read: {error.strerror}") from error
             if count == 0:
                 raise self.incomplete("was cut short while it was read")
             filled += count
-        if self._hash is not None:
-            self._hash.update(target)
 
-    def finish(self) -> None:
-        """After the last tensor: the file has not changed under us, and has the checksum it should have."""
+    def check_sum(self, expected: str) -> None:
+        """Raises `WeightsInvalid` unless the whole file has the checksum `expected` (see the function of this name)."""
+        found, piece = sha256(), memoryview(bytearray(SUM_BYTES))
+        for start in range(0, self._status.st_size, SUM_BYTES):
+            part = piece[: self._status.st_size - start]
+            self.read_at(start, part)
+            found.update(part)
+        check_sum(self.path, found.hexdigest(), expected)
+
+    def check_unchanged(self) -> None:
+        """After the last read: the file has not changed under us."""
         now = os.fstat(self._fd)
         if (now.st_size, now.st_mtime_ns) != (self._status.st_size, self._status.st_mtime_ns):
             raise self.incomplete("was written to while it was read")
-        if self._hash is not None and self._expected is not None:
-            check_sum(self.path, self._hash.hexdigest(), self._expected)
 
     def incomplete(self, message: str) -> WeightsIncomplete:
         return WeightsIncomplete(f"{self.path}: {message}", field=self.path.name)
@@ -108,7 +113,7 @@ class SafetensorsFile:
         if size < 8:
             raise self.incomplete(f"has {size} bytes, too few for a safetensors header")
         prefix = bytearray(8)
-        self.read_into(memoryview(prefix))
+        self.read_at(0, memoryview(prefix))
         length = int.from_bytes(prefix, "little")
         if prefix == b"version ":  # the first line of a Git LFS pointer
             raise self.incomplete("is a Git LFS pointer, not the file itself")
@@ -117,7 +122,7 @@ class SafetensorsFile:
         if 8 + length > size:
             raise self.incomplete(f"has {size:,} bytes, its header alone should end at {8 + length:,}")
         raw = bytearray(length)
-        self.read_into(memoryview(raw))
+        self.read_at(8, memoryview(raw))
         try:
             header = json.loads(raw, object_pairs_hook=self._without_repeats)
         except (ValueError, RecursionError) as error:

@@ -16,6 +16,7 @@ from engine.checkpoint import SCRATCH_BYTES, read_checkpoint
 from engine.errors import WeightsBusy, WeightsError, WeightsInvalid
 from engine.memory import Memory
 from engine.model_config import ModelConfig, read_model_config
+from engine.progress import Progress, silent
 from engine.step import WeightsInfo
 
 
@@ -39,7 +40,9 @@ class Weights:
         """Digest of what serves now."""
         return self._digest
 
-    def prepare(self, path: str, version: int, checksums: Mapping[str, str] | None = None) -> WeightsInfo:
+    def prepare(
+        self, path: str, version: int, checksums: Mapping[str, str] | None = None, progress: Progress = silent
+    ) -> WeightsInfo:
         """Read, cast and check a checkpoint into the staging arena; nothing that serves changes.
 
         checksums: file name -> "sha256:hex". Raises `WeightsIncomplete`, `WeightsInvalid`, or `WeightsBusy` while
@@ -50,7 +53,7 @@ class Weights:
         try:
             started = time.monotonic()
             self._prepared = None
-            read_checkpoint(Path(path), self._staging, self._scratch, checksums)
+            read_checkpoint(Path(path), self._staging, self._scratch, checksums, progress)
             self._check_config(Path(path))
             digest = weights_digest(self._staging.parts)
             self._prepared = WeightsInfo(version, digest, self._staging.nbytes, time.monotonic() - started)

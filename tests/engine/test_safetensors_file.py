@@ -27,28 +27,28 @@ def test_entries_are_in_file_order_and_hold_their_bytes(file: Path) -> None:
             ("b", "F32", (8,), 32),
         ]
         raw = [bytearray(entry.nbytes) for entry in source.entries]
-        for target in raw:
-            source.read_into(memoryview(target))
-        source.finish()
+        for entry, target in zip(source.entries, raw, strict=True):
+            source.read_at(entry.start, memoryview(target))
+        source.check_unchanged()
     assert torch.frombuffer(raw[0], dtype=torch.int64).tolist() == [0, 1, 2, 3]
     assert torch.frombuffer(raw[1], dtype=torch.float32).tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
 
 
 def test_a_file_cut_after_it_was_opened(file: Path) -> None:
     with SafetensorsFile(file) as source:
+        first, last = source.entries
         os.truncate(file, file.stat().st_size - 1)
-        source.read_into(memoryview(bytearray(32)))
+        source.read_at(first.start, memoryview(bytearray(32)))
         with pytest.raises(WeightsIncomplete, match="cut short"):
-            source.read_into(memoryview(bytearray(32)))
+            source.read_at(last.start, memoryview(bytearray(32)))
 
 
 def test_a_file_written_to_after_it_was_opened(file: Path) -> None:
     with SafetensorsFile(file) as source:
-        source.read_into(memoryview(bytearray(64)))
-        source.finish()
+        source.check_unchanged()
         os.utime(file, ns=(0, 0))
         with pytest.raises(WeightsIncomplete, match="written to"):
-            source.finish()
+            source.check_unchanged()
 
 
 def test_the_file_is_closed_whatever_happens(file: Path) -> None:
