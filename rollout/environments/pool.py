@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from rollout.environments.errors import ProcessDied, Reported
+from rollout.environments.nursery import Nursery
 from rollout.environments.processes import Process
 
 __all__ = ["Pool", "ProcessDied", "Reported", "Shared"]
@@ -56,6 +57,7 @@ class Pool:
         self._changed = asyncio.Event()
         self._shared: dict[int, tuple[Any, Shared]] = {}
         self._memory: int | None = None
+        self._nursery: Nursery | None = None
         self._closed = False
 
     @property
@@ -109,6 +111,8 @@ class Pool:
             process.kill("no longer needed")
         if processes:
             await asyncio.wait([asyncio.ensure_future(process.gone()) for process in processes], timeout=CLOSE_S)
+        if self._nursery is not None:
+            self._nursery.close()
         if self._memory is not None:
             os.close(self._memory)
             self._memory = None
@@ -138,7 +142,9 @@ class Pool:
         return None if alone else least
 
     def _start(self) -> Process:
-        process = Process(f"process of {self._name}", (self._descriptor(),))
+        if self._nursery is None or not self._nursery.alive:
+            self._nursery = Nursery((self._descriptor(),))
+        process = Process(f"process of {self._name}", self._nursery)
         self._processes.append(process)
         process.died.add_done_callback(lambda died: self._bury(process, died.result()))
         return process

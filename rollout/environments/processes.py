@@ -9,8 +9,6 @@ import os
 import pickle
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final
@@ -18,6 +16,7 @@ from typing import Any, Final
 from rollout.environments.errors import ProcessDied, Reported
 from rollout.environments.frames import MAX_RESULT, MAX_TEXT, NotPlain, frame, plain, read_frame
 from rollout.environments.host import READY, REPLY, Forget, Interrupt, Message, Run
+from rollout.environments.nursery import Nursery
 from rollout.environments.output import Output
 
 log = logging.getLogger(__name__)
@@ -26,22 +25,23 @@ GRACE_S: Final = 0.5
 """How long a call that was given up may take to end before its process is killed."""
 EXIT_S: Final = 1.0
 """How long the exit code of a process may take after its end of the connection has closed."""
-BURIAL_S: Final = 0.01
 MAX_FRAME: Final = REPLY.size + max(MAX_RESULT, 8 * MAX_TEXT)
 
 
 class Process:
-    """A fresh interpreter that inherits nothing of ours but its end of two sockets; its stdin is at its end.
+    """It inherits nothing of ours but its end of two sockets; its stdin is at its end.
 
     It ends with this process, however that ends, and everything that it started ends with it. Made on the event loop.
-    load: for its users to count. leaves_children: its last call left processes behind that still run.
+    pid: of the outer of its two processes, once it is ready. load: for its users to count. leaves_children: its last
+    call left processes behind that still run.
     died: ends with the reason when the process is gone.
     """
 
-    def __init__(self, name: str, inherited: Sequence[int] = ()) -> None:
-        """inherited: further file descriptors. Raises OSError where no process can be started."""
+    def __init__(self, name: str, nursery: Nursery) -> None:
+        """Raises OSError where no process can be started."""
         loop = asyncio.get_running_loop()
         self.name = name
+        self.pid = 0
         self.load = 0
         self.leaves_children = False
         self.died: asyncio.Future[str] = loop.create_future()
@@ -52,7 +52,7 @@ class Process:
         self._connection, connection = socket.socketpair()
         output, their_output = os.pipe()
         try:
-            self._popen = _start(theirs.fileno(), connection.fileno(), their_output, inherited)
+            nursery.start(theirs.fileno(), connection.fileno(), their_output)
         except OSError:
             for ours in (self._lifeline, self._connection):
                 ours.close()
@@ -65,10 +65,6 @@ class Process:
         self._lifeline.setblocking(False)
         self._output = Output(output, name)
         self._work = [loop.create_task(work) for work in (self._talk(), self._watch())]
-
-    @property
-    def pid(self) -> int:
-        return self._popen.pid
 
     async def ready(self) -> None:
         """Until it takes calls. Raises ProcessDied."""
@@ -168,20 +164,21 @@ class Process:
             answer.set_exception(error)
 
     async def _watch(self) -> None:
-        """The lifeline says how the process ended, and closes when nothing is left of it."""
+        """The lifeline says who it is and how it ended, and closes when nothing is left of it."""
         loop = asyncio.get_running_loop()
         said = b""
         try:
             while chunk := await loop.sock_recv(self._lifeline, 64):
                 said += chunk
-                self._end(self._how(int(said)))
-        except (OSError, ValueError):
-            pass
+                pid, whole, code = said.partition(b"\n")
+                if whole:
+                    self.pid = int(pid)
+                if code.endswith(b"\n"):
+                    self._end(self._how(int(code)))
+        except (OSError, ValueError) as error:
+            log.warning("the lifeline of %s broke: %s", self.name, error)
         self._end("gone")
         self._lifeline.close()
-        # What closes its end of the lifeline by ending has not quite ended then.
-        while self._popen.poll() is None:  # noqa: ASYNC110
-            await asyncio.sleep(BURIAL_S)
 
     def _how(self, code: int) -> str:
         how = f"killed by signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"ended with exit code {code}"
@@ -206,18 +203,3 @@ def plain_or_reported(data: bytes) -> Any:
         raise Reported(f"it returned a {error}, which is no plain value") from None
     except Exception as error:
         raise Reported(f"what it returned cannot be read: {error!r}") from None
-
-
-def _start(lifeline: int, connection: int, output: int, inherited: Sequence[int]) -> subprocess.Popen[bytes]:
-    """A child that finds the modules that we find."""
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    code = f"from rollout.environments.warden import main; main({lifeline}, {connection})"
-    return subprocess.Popen(
-        [sys.executable, "-P", "-X", "faulthandler", "-c", code],
-        pass_fds=(lifeline, connection, *inherited),
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output,
-        env={**os.environ, "PYTHONPATH": path},
-        start_new_session=True,  # a terminal signals its whole group
-    )

@@ -53,9 +53,7 @@ class Registry:
                 raise ValueError(f"environment {name!r} is built in: choose another name")
 
     @classmethod
-    def load(
-        cls, specs: Sequence[str] = (), *, processes: int = PROCESSES, tools: Sequence[str] = ()
-    ) -> Registry:
+    def load(cls, specs: Sequence[str] = (), *, processes: int = PROCESSES, tools: Sequence[str] = ()) -> Registry:
         """specs: `name=module:Class` or `name=module:Class,process`, one per `--env`; each is imported now.
 
         tools: modules of the functions that `tools` offers.

@@ -28,8 +28,9 @@ def main(lifeline: int, connection: int) -> NoReturn:
     """lifeline: its end, or rather the end of whoever holds the other one, ends everything here.
 
     connection: for the inner process (rollout/environments/host.py). Its exit code (negative: the signal that killed
-    it) is written into `lifeline`, as a line.
+    it) is written into `lifeline` as a line, after a first line with our process id.
     """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _adopt_orphans()
     woken, wake = os.pipe()
     for end in (woken, wake):
@@ -37,6 +38,7 @@ def main(lifeline: int, connection: int) -> NoReturn:
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     warden = os.getpid()
+    os.write(lifeline, b"%d\n" % warden)
     inner = os.fork()
     if inner == 0:
         _become_host(warden, lifeline, connection, (woken, wake))

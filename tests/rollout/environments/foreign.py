@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -49,6 +50,11 @@ def kill_parent() -> None:
 def sleep(seconds: float) -> float:
     time.sleep(seconds)
     return seconds
+
+
+def draw(seconds: float) -> tuple[float, float]:
+    time.sleep(seconds)
+    return random.random(), float(np.random.random())
 
 
 def burn() -> NoReturn:

@@ -269,6 +269,31 @@ def test_python_code_that_is_given_up_ends_without_its_process() -> None:
     with_pool(main)
 
 
+def test_processes_are_forked_in_a_process_that_is_replaced_when_it_dies() -> None:
+    async def main(pool: Pool) -> None:
+        await pool.call(foreign.add, (1, 1))
+        (first,) = pool.pids
+        nursery = int(Path(f"/proc/{first}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(nursery, signal.SIGKILL)
+        while alive(nursery):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        assert await pool.call(foreign.add, (1, 1)) == 2, "its children live on"
+        assert pool.pids == (first,)
+        with pytest.raises(ProcessDied):
+            await pool.call(foreign.leave, (1,))
+        assert await pool.call(foreign.add, (1, 1)) == 2
+
+    with_pool(main)
+
+
+def test_processes_do_not_draw_the_same_numbers() -> None:
+    async def main(pool: Pool) -> None:
+        drawn = await asyncio.gather(*(pool.call(foreign.draw, (0.2,)) for _ in range(2)))
+        assert len({number for numbers in drawn for number in numbers}) == 4
+
+    with_pool(main)
+
+
 def test_a_shared_value_is_read_where_it_is_needed() -> None:
     async def main(pool: Pool) -> None:
         first = await pool.lease()
