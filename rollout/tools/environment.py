@@ -20,7 +20,7 @@ from protocols.fields import Record
 from rollout.chat.conversation import Conversation
 from rollout.chat.errors import ChatError
 from rollout.chat.messages import Message
-from rollout.environments.base import Context, Environment, FinalReward, Step, TurnResult
+from rollout.environments.base import Context, Environment, EnvironmentFactory, FinalReward, Step, TurnResult
 from rollout.environments.calls import Call, Raised
 from rollout.environments.pool import Pool
 from rollout.tools.parse import Said, read
@@ -138,6 +138,12 @@ class Placed:
         environment = self.factory()
         environment.pool = self.pool
         return environment
+
+
+def placed(factory: EnvironmentFactory, pool: Pool) -> EnvironmentFactory:
+    """Where the factory is a `ToolEnvironment`; another one stays as it is."""
+    made: object = factory
+    return Placed(made, pool) if isinstance(made, type) and issubclass(made, ToolEnvironment) else factory
 
 
 def offered(tools: Any, config: Mapping[str, Any]) -> dict[str, Tool]:

@@ -25,11 +25,14 @@ def environment_of(modules: Sequence[str]) -> type[ToolEnvironment]:
     for name in modules:
         found = _functions(_imported(name))
         for function in found:
-            into = own if function.__name__ in OWN else tools
-            if function.__name__ in into:
-                raise ValueError(f"--tools {name}: {function.__name__!r} is in an earlier module too")
+            called = function.__name__
+            if called in tools or called in own:
+                raise ValueError(f"--tools {name}: {called!r} is in an earlier module too")
             try:
-                into[function.__name__] = Tool.of(function) if into is tools else staticmethod(function)
+                if called in OWN:
+                    own[called] = staticmethod(function)
+                else:
+                    tools[called] = Tool.of(function)
             except ValueError as error:
                 raise ValueError(f"--tools {name}: {error}") from error
         if not found:
