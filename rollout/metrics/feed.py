@@ -15,6 +15,10 @@ T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)
 
 
+class Gone(Exception):
+    """The place is no more, and the log says why."""
+
+
 class Sink(Protocol[T_contra]):
     """Used by one thread, but for `abandon`. Every method may block, and raise."""
 
@@ -28,9 +32,10 @@ class Sink(Protocol[T_contra]):
 
 
 class Feed(Generic[T]):
-    """Hands items to a sink that `make` makes, both on its own thread. What does not fit is dropped, and counted.
+    """Hands items to a sink, on a thread of its own. What does not fit is dropped, and counted.
 
-    name: what the log calls it. capacity: items that may wait.
+    name: what the log calls it. make: makes the sink, on that thread, when the first item comes: a place that takes
+    its time delays no start. capacity: items that may wait.
     """
 
     def __init__(self, name: str, make: Callable[[], Sink[T]], *, capacity: int = 1000) -> None:
@@ -65,25 +70,27 @@ class Feed(Generic[T]):
         """Wait for the end of what `begin_close` began; after `timeout` seconds it is given up."""
         self._thread.join(timeout)
         if self._thread.is_alive():
-            log.warning("%s did not finish in time: its last numbers may be missing", self.name)
+            self._warn("did not finish in time: its last numbers may be missing")
             if self._sink is not None:
                 self._sink.abandon()
                 self._thread.join(1.0)
         if self.dropped:
-            log.warning("%s took too long, or failed: %d rows were dropped", self.name, self.dropped)
+            self._warn(f"took too long: {self.dropped} items were dropped")
 
     def _run(self) -> None:
+        item = self._next()
         try:
-            self._sink = self._make()
+            self._sink = self._make() if item is not None else None
         except Exception as error:
-            self._warn("is not available", error)
-        while (item := self._next()) is not None:
+            self._warn(f"is not available, the worker goes on without: {type(error).__name__}: {error}")
+        while item is not None:
             self._write(item[0])
-        if self._sink is not None:
-            try:
+            item = self._next()
+        try:
+            if self._sink is not None:
                 self._sink.close()
-            except Exception as error:
-                self._warn("could not be closed", error)
+        except Exception as error:
+            self._warn(f"could not be closed: {type(error).__name__}: {error}")
 
     def _next(self) -> tuple[T] | None:
         with self._changed:
@@ -95,16 +102,17 @@ class Feed(Generic[T]):
             if self._sink is not None:
                 self._sink.write(item)
                 return
+        except Gone:
+            self._warned = True
         except Exception as error:
-            self._warn("cannot be written", error)
+            self._warn(f"cannot be written, the worker goes on without: {type(error).__name__}: {error}")
         with self._changed:
             self.dropped += 1
 
-    def _warn(self, what: str, error: Exception) -> None:
+    def _warn(self, what: str) -> None:
         """Once: the numbers are not worth more of the log."""
-        if not self._warned:
-            self._warned = True
-            log.warning("%s %s, the worker goes on without: %s: %s", self.name, what, type(error).__name__, error)
+        log.log(logging.INFO if self._warned else logging.WARNING, "%s %s", self.name, what)
+        self._warned = True
 
 
 def close_all(feeds: Iterable[Feed[T]], timeout: float) -> None:

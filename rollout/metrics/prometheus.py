@@ -65,7 +65,7 @@ class _Server(ThreadingMixIn, WSGIServer):
     def server_bind(self) -> None:
         """Without the look-up of our own name, which takes its time where nobody answers."""
         TCPServer.server_bind(self)
-        self.server_name, self.server_port = self.server_address[:2]
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
         self.setup_environ()
 
 

@@ -27,6 +27,7 @@ LEAVE_S = 30.0
 """How long the run may take to finish when the worker is gone and nobody else limits it."""
 ORPHANED_S = 5.0
 """How long after the worker's death the end of the input may take to be seen."""
+NICE = 10
 WAITING = 10_000
 """Rows that wait for the run to begin; then the pipe fills, and the worker drops."""
 
@@ -35,6 +36,8 @@ def main() -> None:
     # A service manager may signal every process of the worker's: what counts is the end of the input.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    # Importing it and sending rows away is work, and none that a rollout should wait for.
+    os.nice(NICE)
     # What the library prints goes where its errors go.
     words = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)

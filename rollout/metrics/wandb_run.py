@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rollout.metrics.feed import Gone
 from rollout.metrics.row import ROUND_AXIS, TIME_AXIS, Row
 
 log = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class WandbOptions:
 
 
 class WandbRun:
-    """Starts the child. child: what Python is to run."""
+    """Starts the child. child: what Python is to run. Methods raise Gone once it is no more."""
 
     def __init__(self, options: WandbOptions, *, child: Sequence[str] = ("-m", "rollout.metrics.wandb_child")) -> None:
         self._process = subprocess.Popen(
@@ -57,11 +58,12 @@ class WandbRun:
         )
         self._told = threading.Thread(target=self._listen, name="metrics W&B replies", daemon=True)
         self._told.start()
+        self._abandoned = False
         axes = {"rollout/*": ROUND_AXIS} | dict.fromkeys(("engine/*", "weights/*", "mem/*", "wire/*"), TIME_AXIS)
         self._send({"options": asdict(options), "axes": axes, "worker": os.getpid()})
 
     def write(self, row: Row) -> None:
-        """Raises BrokenPipeError once the child is gone; blocks while it does not read."""
+        """Blocks while the child does not read."""
         self._send(dict(row.values))
 
     def close(self) -> None:
@@ -73,13 +75,18 @@ class WandbRun:
         self._process.wait()
 
     def abandon(self) -> None:
+        self._abandoned = True
         with contextlib.suppress(OSError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def _send(self, message: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(message) + "\n")
-        self._process.stdin.flush()
+        try:
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
+        except OSError:
+            self._told.join()
+            raise Gone from None
 
     def _listen(self) -> None:
         """What the child has to say: `warning` once, if anything fails, or `info`. It ends with the child."""
@@ -89,5 +96,5 @@ class WandbRun:
             for level, text in json.loads(line).items():
                 warned |= level == "warning"
                 log.log(logging.WARNING if level == "warning" else logging.INFO, "W&B: %s", text)
-        if (code := self._process.wait()) and not warned:
+        if (code := self._process.wait()) and not warned and not self._abandoned:
             log.warning("W&B's process ended with code %d after %.1f s", code, time.monotonic() - began)

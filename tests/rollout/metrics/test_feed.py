@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from rollout.metrics.feed import Feed, close_all
+from rollout.metrics.feed import Feed, Gone, close_all
 
 
 class Place:
@@ -72,7 +72,7 @@ def test_what_does_not_fit_is_dropped_and_counted_and_put_never_waits(caplog: py
     assert place.items == list(range(11))
     fed.put(7)
     assert fed.dropped == 91
-    assert warnings(caplog) == ["the place took too long, or failed: 90 rows were dropped"]
+    assert warnings(caplog) == ["the place took too long: 90 items were dropped"]
 
 
 def test_a_place_that_cannot_be_made_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -84,9 +84,9 @@ def test_a_place_that_cannot_be_made_is_one_warning(caplog: pytest.LogCaptureFix
     fed.put(2)
     close_all([fed], 20)
     assert fed.dropped == 2
-    first, second = warnings(caplog)
-    assert first == "the place is not available, the worker goes on without: PermissionError: read-only file system"
-    assert "2 rows" in second
+    assert warnings(caplog) == [
+        "the place is not available, the worker goes on without: PermissionError: read-only file system"
+    ]
 
 
 def test_a_place_that_fails_now_and_then_is_one_warning_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
@@ -100,7 +100,35 @@ def test_a_place_that_fails_now_and_then_is_one_warning_and_goes_on(caplog: pyte
     fed.put(3)
     close_all([fed], 20)
     assert place.items == [3]
-    assert sum("no space left" in text for text in warnings(caplog)) == 1
+    assert warnings(caplog) == [
+        "the place cannot be written, the worker goes on without: OSError: no space left on device"
+    ]
+
+
+def test_a_place_that_has_said_why_it_is_gone_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    fed = feed(Place(Gone()))
+    fed.put(0)
+    fed.put(1)
+    close_all([fed], 20)
+    assert fed.dropped == 2
+    assert not warnings(caplog)
+
+
+def test_a_place_is_made_when_there_is_something_to_show(caplog: pytest.LogCaptureFixture) -> None:
+    made = threading.Event()
+
+    def make() -> Place:
+        made.set()
+        return Place()
+
+    unused: Feed[int] = Feed("the place", make)
+    close_all([unused], 20)
+    assert not made.is_set()
+    used: Feed[int] = Feed("the place", make)
+    used.put(1)
+    assert made.wait(20)
+    close_all([used], 20)
+    assert not warnings(caplog)
 
 
 def test_a_place_that_hangs_is_left_when_the_time_is_up(caplog: pytest.LogCaptureFixture) -> None:
