@@ -21,6 +21,7 @@ from protocols.fields import (
     Purpose,
     Sampling,
     ScriptedTurn,
+    Template,
     Value,
 )
 
@@ -119,9 +120,14 @@ class GroupMaker:
 
     def group(
         self,
-        prompt_ids: Ids,
+        prompt_ids: Ids | None = None,
         n: int = 1,
         *,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_options: Mapping[str, Any] | None = None,
+        on_user_turn: Literal["keep", "drop"] = "keep",
+        on_unstable: Literal["refuse", "branch"] = "refuse",
         id: str | None = None,  # noqa: A002
         max_tokens: int | None = None,
         temperature: float = 1.0,
@@ -160,6 +166,10 @@ class GroupMaker:
     ) -> Group:
         """n samples of one prompt, to be handed to `submit`.
 
+        messages: instead of prompt_ids; the worker renders them with the checkpoint's chat template, whose own options
+        are template_options (`{"enable_thinking": False}`). tools: JSON schemas; the environment's own when empty.
+        on_user_turn, on_unstable: docs/chat.md.
+
         max_tokens: of each turn; without it a turn ends at an EOS or stop id, or where the context is full.
         min_version: wait until the worker serves it. id: the group's; made up when None. Trajectory i is called
         `{id}.{i}` unless `trajectory_ids` names all.
@@ -171,8 +181,10 @@ class GroupMaker:
         """
         if n < 1:
             raise BadRequest(f"must be at least 1, not {n}", field="n")
-        prompt = int32(prompt_ids, "prompt_ids")
-        if not len(prompt):
+        if (prompt_ids is None) == (messages is None):
+            raise BadRequest("give either prompt_ids or messages", field="prompt_ids" if messages is None else "messages")
+        prompt = int32([] if prompt_ids is None else prompt_ids, "prompt_ids")
+        if messages is None and not len(prompt):
             raise BadRequest("must not be empty", field="prompt_ids")
         name = id if id is not None else f"{self._prefix}-{next(self._numbers)}"
         names = tuple(trajectory_ids) if trajectory_ids is not None else tuple(f"{name}.{i}" for i in range(n))
@@ -183,6 +195,11 @@ class GroupMaker:
             Group,
             id=name,
             prompt=prompt,
+            messages=None if messages is None else tuple(messages),
+            tools=tuple(tools),
+            template=checked(
+                Template, options=dict(template_options or {}), on_user_turn=on_user_turn, on_unstable=on_unstable
+            ),
             trajectory_ids=names,
             sampling=sampling(
                 temperature=temperature,

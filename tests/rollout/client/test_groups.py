@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from protocols import BadRequest, Budget, Environment, Group, Sampling
+from protocols import BadRequest, Budget, Environment, Group, Sampling, Template
 from rollout.client import sampling, turn
 from rollout.client.groups import GroupMaker
 
@@ -25,6 +25,38 @@ def test_prompts_may_be_lists_or_arrays(group: Callable[..., Group], ids: Any) -
     made = group(ids)
     assert made.prompt.dtype == np.int32
     assert made.prompt.tolist() == [1, 2, 3]
+
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+TOOLS = [{"name": "f", "parameters": {"type": "object"}}]
+
+
+def test_messages_instead_of_a_prompt(group: Callable[..., Group]) -> None:
+    made = group(messages=MESSAGES, tools=TOOLS, template_options={"enable_thinking": False}, on_user_turn="drop")
+    assert made.messages == tuple(MESSAGES)
+    assert made.tools == tuple(TOOLS)
+    assert made.template == Template(options={"enable_thinking": False}, on_user_turn="drop")
+    assert len(made.prompt) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({}, "prompt_ids"),
+        ({"prompt_ids": [1], "messages": MESSAGES}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": ["hi"]}, "messages[0]"),
+        ({"messages": "hi"}, "messages[0]"),
+        ({"prompt_ids": [1], "tools": TOOLS}, "tools"),
+        ({"prompt_ids": [1], "on_user_turn": "drop"}, "template"),
+        ({"messages": MESSAGES, "on_user_turn": "forget"}, "on_user_turn"),
+        ({"messages": MESSAGES, "prompt_source": [0]}, "prompt_source"),
+    ],
+)
+def test_a_prompt_or_messages(group: Callable[..., Group], arguments: dict[str, Any], field: str) -> None:
+    with pytest.raises(BadRequest) as refused:
+        group(**arguments)
+    assert refused.value.field == field
 
 
 def test_a_prompt_is_copied(group: Callable[..., Group]) -> None:
