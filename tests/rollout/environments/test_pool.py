@@ -45,6 +45,10 @@ def alive(pid: int) -> bool:
         return False
 
 
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def children_of(folder: Path) -> list[int]:
     return [int((folder / name).read_text()) for name in ("child", "grandchild")]
 
@@ -273,7 +277,7 @@ def test_processes_are_forked_in_a_process_that_is_replaced_when_it_dies() -> No
     async def main(pool: Pool) -> None:
         await pool.call(foreign.add, (1, 1))
         (first,) = pool.pids
-        nursery = int(Path(f"/proc/{first}/stat").read_text().rpartition(")")[2].split()[1])
+        nursery = parent_of(first)
         os.kill(nursery, signal.SIGKILL)
         while alive(nursery):  # noqa: ASYNC110
             await asyncio.sleep(0.001)

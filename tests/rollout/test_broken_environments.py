@@ -1,0 +1,145 @@
+"""Environments in processes that break at random, under a whole worker: as many records, each with the right status.
+
+Each of at most PROCESSES trajectories at once has a process of its own, so that a death costs the culprit alone.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from protocols.fields import ModelInfo
+from rollout.client import RolloutClient, Trajectory
+from rollout.environments.registry import Registry
+from rollout.service import Served
+from tests.rollout.environments.odd import Odd
+from tests.rollout.timed_engine import VOCAB
+from tests.rollout.workers import WorkerThread, eventually, worker
+
+PROCESSES = 8
+DEADLINE_S = 1.0
+RAISED = ("raise", "exit", "interrupt", "kill", "os._exit", "own class")
+ENDLESS = ("hang", "burn", "print")
+NONSENSE = ("none", "nan", "20 MB", "bad id")
+PLANS = [
+    *(("reset", what) for what in (*RAISED, *ENDLESS)),
+    *(("step", what) for what in (*RAISED, *ENDLESS, *NONSENSE, "2 MB")),
+    *(("finish", what) for what in (*RAISED, "nan")),
+    *(("close", what) for what in ("raise", "exit", "kill")),
+    *((None, None) for _ in range(8)),
+]
+
+
+def expected(stage: str | None, what: str | None) -> tuple[str, str]:
+    if stage in (None, "close"):
+        return "completed", "env_done"
+    if stage == "step" and what in ENDLESS:
+        return "truncated", "tool_deadline"
+    if stage == "step" and what == "2 MB":
+        return "truncated", "context_overflow"
+    return "failed", "env_error"
+
+
+def check(trajectory: Trajectory, plan: tuple[str | None, str | None]) -> bool:
+    """False where a machine under load made a healthy call miss its deadline."""
+    stage, what = plan
+    failure = trajectory.error
+    found = (trajectory.status, trajectory.finish_reason)
+    if found != expected(stage, what):
+        late = found[1] == "tool_deadline" or (failure is not None and failure.code == "timeout")
+        assert late, (plan, found, failure)
+        return False
+    assert trajectory.loss_mask.any() == (trajectory.status != "failed")
+    if trajectory.status == "completed":
+        assert trajectory.reward == 3.0
+    if failure is not None:
+        assert failure.stage == stage
+        assert failure.message
+        assert (failure.code == "timeout") == (what in ENDLESS)
+    return True
+
+
+def play(client: RolloutClient, count: int, seed: int) -> Counter[str]:
+    choice = random.Random(seed)
+    plans = {f"{seed}-{i}": choice.choice(PLANS) for i in range(count)}
+    groups = [
+        client.group(
+            [5, 6, 7],
+            id=name,
+            max_tokens=4,
+            environment="odd",
+            metadata={"stage": stage, "what": what, "turn": choice.randrange(3)},
+            tool_deadline_s=DEADLINE_S,
+        )
+        for name, (stage, what) in plans.items()
+    ]
+    seen: Counter[str] = Counter()
+    late = 0
+    for trajectory in client.submit(groups):
+        seen[trajectory.status] += 1
+        late += not check(trajectory, plans[trajectory.group_id])
+    assert sum(seen.values()) == count
+    assert late <= count // 10, f"{late} calls of healthy environments were late"
+    return seen
+
+
+def odd_worker() -> Any:
+    model = ModelInfo(architecture="stub", dtype="float32", vocab_size=VOCAB, max_context=16384)
+    registry = Registry({"odd": Odd}, processes=PROCESSES)
+    return worker(what=Served(model, 0, "stub:start", registry), at_once=PROCESSES)
+
+
+def descendants() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+def healthy(served: WorkerThread) -> None:
+    batches = served.service.batches
+    eventually(lambda: not served.engine.live and batches.results == 0 and batches.idle.is_set())
+    assert batches.admission.reserved_bytes == 0
+    assert served.service.engine.died is None
+
+
+def test_sixty_break_at_random(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("CRITICAL")
+    threads = threading.active_count()
+    with odd_worker() as served, RolloutClient(served.address) as client:
+        began = time.monotonic()
+        seen = play(client, 60, seed=1)
+        assert time.monotonic() - began < 90
+        assert set(seen) == {"completed", "truncated", "failed"}
+        healthy(served)
+    eventually(lambda: not descendants())
+    eventually(lambda: threading.active_count() <= threads)
+
+
+@pytest.mark.stress
+def test_a_thousand_break_at_random_five_times_and_memory_stays_flat(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("CRITICAL")
+    used: list[int] = []
+    descriptors: list[int] = []
+    with odd_worker() as served, RolloutClient(served.address) as client:
+        for repeat in range(5):
+            began = time.monotonic()
+            seen = play(client, 1000, seed=repeat)
+            took = time.monotonic() - began
+            healthy(served)
+            assert took < 400
+            # Each process is two; and the one that they come from.
+            eventually(lambda: len(descendants()) <= 2 * PROCESSES + 1)
+            gc.collect()
+            used.append(psutil.Process().memory_info().rss)
+            descriptors.append(len(list(Path(f"/proc/{os.getpid()}/fd").iterdir())))
+            print(f"{repeat}: {took:.0f} s, {dict(seen)}, {used[-1] / 1e6:.0f} MB, {descriptors[-1]} descriptors")
+    assert max(used[2:]) - used[1] < 30e6, used
+    assert max(descriptors[2:]) - descriptors[1] < 4 * PROCESSES, descriptors
+    eventually(lambda: not descendants())
