@@ -134,22 +134,24 @@ def write_table(
     max_context: int = 4096,
     shards: int = 1,
     generation_config: Mapping[str, Any] | None = None,
+    hidden: int = 64,
+    head_dim: int = 32,
 ) -> Path:
     """Write a TABLE checkpoint: a Qwen3 whose logits after token i are `rows[state_of.get(i, 0)]`, to about 1e-6.
 
-    rows: [states <= 64, V]. The layers are real but add nothing (o_proj and down_proj are 0); the embedding of a
+    rows: [states <= hidden, V]. The layers are real but add nothing (o_proj and down_proj are 0); the embedding of a
     token is sqrt(hidden) times the unit vector of its state, which the final norm leaves as it is. A logit beyond
     float32's range (1e39) comes out as an infinity although every weight is finite.
     """
     states, vocab = rows.shape
-    shape = RandModel(layers=2, hidden=64, vocab=vocab, eos=eos, max_context=max_context)
+    shape = RandModel(layers=2, hidden=hidden, head_dim=head_dim, vocab=vocab, eos=eos, max_context=max_context)
     if states > shape.hidden:
         raise ValueError(f"{states} states do not fit in {shape.hidden}")
     scale = float(np.sqrt(shape.hidden))
     state = np.zeros(vocab, np.int64)
     for token, token_state in (state_of or {}).items():
         state[token] = token_state
-    tensors = RandModel(layers=shape.layers, hidden=shape.hidden, vocab=1).tensors()
+    tensors = RandModel(layers=shape.layers, hidden=hidden, head_dim=head_dim, vocab=1).tensors()
     for name, tensor in tensors.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             tensor.zero_()

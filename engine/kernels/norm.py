@@ -24,7 +24,7 @@ def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor
     rows, hidden = x.shape
     out = torch.empty_like(x)
     block = triton.next_power_of_2(hidden)
-    _kernel[(rows,)](
+    norm_kernel[(rows,)](
         x,
         out if residual is None else residual,
         weight,
@@ -39,7 +39,7 @@ def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor
 
 
 @triton.jit
-def _kernel(x, residual, weight, out, eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):
+def norm_kernel(x, residual, weight, out, eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * HIDDEN
     column = tl.arange(0, BLOCK)
     live = column < HIDDEN

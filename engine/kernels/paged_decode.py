@@ -73,7 +73,7 @@ def paged_decode(
     group = heads // kv_heads
     head_rows = triton.next_power_of_2(group)
     overlap = between_linears(len(q), q.device)
-    _kernel[(kv_heads, len(tile_owners))](
+    decode_kernel[(kv_heads, len(tile_owners))](
         q,
         keys,
         values,
@@ -111,7 +111,7 @@ def paged_decode(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _kernel(
+def decode_kernel(
     q,
     keys,
     values,

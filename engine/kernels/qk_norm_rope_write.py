@@ -35,7 +35,7 @@ def qk_norm_rope_write(
     block = min(common & -common, HEADS_PER_PROGRAM)
     q = torch.empty(tokens, heads, dim, dtype=qkv.dtype, device=qkv.device)
     overlap = between_linears(tokens, qkv.device)
-    _kernel[(tokens, all_heads // block)](
+    qk_norm_rope_write_kernel[(tokens, all_heads // block)](
         qkv,
         q if qk_norm is None else qk_norm,
         rope,
@@ -57,7 +57,7 @@ def qk_norm_rope_write(
 
 
 @triton.jit
-def _kernel(
+def qk_norm_rope_write_kernel(
     qkv,
     qk_norm,
     rope,

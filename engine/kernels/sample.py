@@ -35,18 +35,18 @@ def sample_plain(
     pieces = triton.cdiv(vocab, BLOCK)
     parts = torch.empty(rows, 7, pieces, dtype=torch.float32, device=logits.device)
     out = torch.empty(5, rows, dtype=torch.int32, device=logits.device)
-    _pieces[(pieces, rows)](
+    sample_pieces_kernel[(pieces, rows)](
         logits, temperature, greedy, keys, parts, vocab, pieces, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False
     )
     width = triton.next_power_of_2(pieces)
-    _combine[(rows,)](
+    sample_combine_kernel[(rows,)](
         parts, temperature, slots, last_token, out, rows, pieces, WIDTH=width, num_warps=1, enable_fp_fusion=False
     )
     return out
 
 
 @triton.jit
-def _pieces(logits, temperature, greedy, keys, parts, vocab, pieces, BLOCK: tl.constexpr):
+def sample_pieces_kernel(logits, temperature, greedy, keys, parts, vocab, pieces, BLOCK: tl.constexpr):
     piece, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     ids = piece * BLOCK + tl.arange(0, BLOCK)
     live = ids < vocab
@@ -76,7 +76,7 @@ def _pieces(logits, temperature, greedy, keys, parts, vocab, pieces, BLOCK: tl.c
 
 
 @triton.jit
-def _combine(parts, temperature, slots, last_token, out, rows, pieces, WIDTH: tl.constexpr):
+def sample_combine_kernel(parts, temperature, slots, last_token, out, rows, pieces, WIDTH: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     piece = tl.arange(0, WIDTH)
     live = piece < pieces

@@ -14,11 +14,11 @@ def scale(x: torch.Tensor, gain: torch.Tensor, scaled: torch.Tensor, squares: to
     block = triton.next_power_of_2(width)
     parts = len(squares)
     padded = triton.next_power_of_2(parts)
-    _kernel[(rows,)](x, gain, scaled, squares, rows, parts, WIDTH=width, BLOCK=block, PARTS=padded, num_warps=4)
+    scale_kernel[(rows,)](x, gain, scaled, squares, rows, parts, WIDTH=width, BLOCK=block, PARTS=padded, num_warps=4)
 
 
 @triton.jit(do_not_specialize=["rows", "parts"])
-def _kernel(x, gain, scaled, squares, rows, parts, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr):
+def scale_kernel(x, gain, scaled, squares, rows, parts, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr):
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     live = column < WIDTH

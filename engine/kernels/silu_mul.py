@@ -12,12 +12,12 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, inner, dtype=gate_up.dtype, device=gate_up.device)
     block = 1024
-    _kernel[(triton.cdiv(inner, block), rows)](gate_up, out, inner, BLOCK=block, num_warps=4)
+    silu_mul_kernel[(triton.cdiv(inner, block), rows)](gate_up, out, inner, BLOCK=block, num_warps=4)
     return out
 
 
 @triton.jit
-def _kernel(gate_up, out, inner, BLOCK: tl.constexpr):
+def silu_mul_kernel(gate_up, out, inner, BLOCK: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = column < inner

@@ -1,0 +1,102 @@
+"""Where one decode step's time on the GPU goes: attention, linears, small kernels, sampling, copies, gaps.
+
+    python -m bench.step_profile --weights DIR [--points 1x576 64x768 256x768] [--json FILE]
+
+A point is rows x context. Kernels are timed by torch's profiler over a few steps of the running engine, the step's
+length by the clock over others, without it; what the kernels do not fill are the gaps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from bench.report_fields import clean, commit, device_name, versions, write
+from engine.build import LoadedEngine, load_engine
+from engine.config import EngineConfig
+from engine.request import Request, SamplingParams
+
+STEPS = 24
+PARTS = {
+    "attention": r"decode_kernel|BatchPrefill|PrefillWithKV",
+    "linears": r"dot_kernel|vector_kernel|gemm|cutlass|nvjet|cublas|splitK|xmma",
+    "small": r"norm_kernel|qk_norm_rope_write_kernel|silu_mul_kernel|scale_kernel|index_select|indexSelect|gather",
+    "sampling": r"sample_\w+_kernel|index_copy|reduce|argmax",
+    "copies": r"Memcpy|Memset",
+}
+
+
+def part(name: str) -> str:
+    return next((part for part, pattern in PARTS.items() if re.search(pattern, name)), "other")
+
+
+def measure(loaded: LoadedEngine, rows: int, context: int, seed: int) -> dict[str, float]:
+    """Milliseconds of a step: the whole, by part, and the gaps."""
+    engine = loaded.engine
+    generator = torch.Generator().manual_seed(seed)
+    for row in range(rows):
+        prompt = torch.randint(0, loaded.model_config.vocab_size, (context,), generator=generator).int().numpy()
+        engine.add(Request(f"{seed}.{row}", prompt, 4 * STEPS, SamplingParams(seed=row)))
+    while engine.stats().sampled_tokens_total < rows:
+        engine.step()
+    engine.drain()
+    for _ in range(4):
+        engine.step()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(STEPS):
+        engine.step()
+    torch.cuda.synchronize()
+    step_ms = (time.perf_counter() - start) * 1e3 / STEPS
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        for _ in range(STEPS):
+            engine.step()
+        torch.cuda.synchronize()
+    times: Counter[str] = Counter()
+    names: Counter[str] = Counter()
+    for event in recorded.events():
+        if event.device_type == DeviceType.CUDA:
+            times[part(event.name)] += event.device_time_total / 1e3 / STEPS
+            names[event.name] += event.device_time_total / 1e3 / STEPS
+    for name, ms in names.most_common(12):
+        print(f"    {ms:7.3f} ms {part(name):10} {name[:90]}")
+    for request in engine.live_requests():
+        engine.abort(request.id, "abort_client")
+    while engine.has_work:
+        engine.step()
+    return {"step_ms": step_ms} | dict(times) | {"gaps": step_ms - sum(times.values())}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--weights", type=Path, required=True)
+    parser.add_argument("--points", nargs="+", default=["1x576", "8x320", "64x768", "256x768"], metavar="ROWSxCONTEXT")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    points = [tuple(map(int, point.split("x"))) for point in args.points]
+    config = EngineConfig(
+        max_running=max(rows for rows, _ in points),
+        max_step_tokens=16384,
+        max_context=max(context for _, context in points) + 8 * STEPS,
+        prefix_cache=False,
+    )
+    loaded = load_engine(args.weights, config, dtype="bfloat16", device="cuda")
+    found = []
+    for seed, (rows, context) in enumerate(points):
+        row = measure(loaded, rows, context, seed)
+        print(f"{rows:4} x {context:5}: " + ", ".join(f"{name} {ms:.3f}" for name, ms in row.items()), flush=True)
+        found.append({"rows": rows, "context": context} | row)
+    if args.json:
+        where = {"device": device_name("cuda"), "commit": commit(), "clean": clean(), "versions": versions()}
+        write(where | {"model": args.weights.name, "points": found}, args.json)
+
+
+if __name__ == "__main__":
+    main()
