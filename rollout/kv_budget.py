@@ -226,7 +226,8 @@ class KvBudget:
             together += more
             at_one_pace = max(at_one_pace, used + count * more)
         # What stays with environments for long is held up to a share of the pool only.
-        surplus = max(0, sum(one.now for one in running if one.away) - self._pool // AWAY_SHARE)
+        away = sum(one.now + one.siblings.shared // one.siblings.running for one in running if one.away)
+        surplus = max(0, away - self._pool // AWAY_SHARE)
         return (used + together + at_one_pace) // 2 <= self._pool + surplus
 
 
