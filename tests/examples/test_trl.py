@@ -61,11 +61,11 @@ def test_trls_async_grpo_trainer(tmp_path: Path) -> None:
 
 @pytest.mark.stress
 def test_many_steps_in_a_row_stay_exact(tmp_path: Path) -> None:
-    """Each synchronous step is checked by TRL; the rewards of a hundred show that it learns."""
-    found = steps(example("trl_grpo", tmp_path, "--steps", "100", timeout=1500).stdout)
+    """Each step is checked by TRL; the rewards show that it learns."""
+    found = steps(example("trl_grpo", tmp_path, "--steps", "50", timeout=1500).stdout)
     assert all(step["by"] <= 1e-4 for step in found)
     rewards = [step["reward"] for step in found]
-    assert sum(rewards[-10:]) > sum(rewards[:10]) + 1
+    assert sum(rewards[-10:]) > sum(rewards[:10]) + 3
 
 
 @pytest.mark.stress
