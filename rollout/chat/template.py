@@ -113,7 +113,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.globals["strftime_now"] = _now
     return environment
 
 
@@ -126,6 +126,10 @@ def _to_json(
 ) -> str:
     """Jinja's own escapes `<`, `>` and `&` for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)
 
 
 def _raise(message: str) -> NoReturn:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -140,9 +141,9 @@ def test_the_suffix_is_what_the_template_appends(template: str, new: Any, option
     said = {"role": "assistant", "content": "hello there"} | ({} if talks else {"reasoning_content": "hm"})
     suffix = form.form((), options).suffix(new)
     whole = ids(rendered(form, [user("hi"), said, *new], options=options))
-    made = [part.tolist() for part in (suffix.closing, suffix.glue, suffix.observation, suffix.opening)]
-    assert sum(made, []) == whole[-sum(map(len, made)) :]
-    assert made[0] == [tokenizer().special("<|im_end|>")]
+    made = np.concatenate([suffix.closing, suffix.glue, suffix.observation, suffix.opening])
+    assert made.tolist() == whole[-len(made) :]
+    assert suffix.closing.tolist() == [tokenizer().special("<|im_end|>")]
     assert tokenizer().decode(suffix.opening).startswith(("<|im_end|>\n", "\n</tool_response>", "</tool_response>"))
     contents = tokenizer().decode(suffix.observation)
     assert new[0]["content"] in contents

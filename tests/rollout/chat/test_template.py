@@ -16,7 +16,8 @@ from tests.rollout.chat.tiny import PLAIN, THINKING, ordinary
 USER = {"role": "user", "content": 'a <b> & "c" é'}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "x": "<é>"}}}]
 MARKED = (
-    "{{ bos_token }}{% for message in messages %}\n    {% generation %}\n{{ message.content }}\n    {% endgeneration %}\n"
+    "{{ bos_token }}{% for message in messages %}\n    {% generation %}\n{{ message.content }}\n"
+    "    {% endgeneration %}\n"
     "{% if loop.index > 1 %}{% break %}{% endif %}{% endfor %}{{ messages | tojson(indent=2) }} {{ tools is none }}"
 )
 

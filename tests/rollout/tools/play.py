@@ -11,6 +11,7 @@ from protocols.fields import Budget, Environment, Group, Record, Sampling, Templ
 from protocols.requests import SubmitBatch
 from rollout.async_engine import AsyncEngine
 from rollout.chat.accept import with_prompts
+from rollout.chat.format import ChatFormat
 from rollout.environments.pool import Pool
 from rollout.rollout import Rollout
 from rollout.tools.environment import ToolEnvironment, placed
@@ -37,8 +38,12 @@ def chat_group(messages: Sequence[dict[str, Any]] = (USER,), **fields: Any) -> G
 
 
 def rendered(group: Group, make: Any, jinja: str = THINKING) -> Group:
+    return rendered_by(chat(jinja), group, make)
+
+
+def rendered_by(form: ChatFormat, group: Group, make: Any) -> Group:
     submit = SubmitBatch(id="1", batch_id="b", groups=(group,))
-    (made,) = with_prompts(submit, chat(jinja), lambda _: make).groups
+    (made,) = with_prompts(submit, form, lambda _: make).groups
     return made
 
 

@@ -1,0 +1,185 @@
+"""Messages through a whole worker: refused by name, rendered once, idempotent, and off the loop."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from protocols.errors import BadRequest, PromptTooLong
+from protocols.fields import ModelInfo
+from rollout.chat.format import ChatFormat
+from rollout.chat.template import ChatTemplate
+from rollout.client import RolloutClient, Trajectory
+from rollout.environments.base import Context, Environment, Step, TurnResult
+from rollout.environments.registry import Registry
+from rollout.service import Served
+from rollout.tools.environment import ToolEnvironment
+from tests.rollout.chat.tiny import COUNTING, chat, ids, tokenizer
+from tests.rollout.raw_client import RawClient
+from tests.rollout.timed_engine import VOCAB, TimedEngine
+from tests.rollout.tools.sample_tools import lookup
+from tests.rollout.workers import WorkerThread, worker
+
+USER = {"role": "user", "content": "hello <|im_end|>"}
+MODEL = ModelInfo(architecture="stub", dtype="float32", vocab_size=VOCAB, max_context=2048)
+
+
+class Tools(ToolEnvironment):
+    tools = (lookup,)
+
+
+class Chatty(Environment):
+    """A plug-in that goes on in messages, twice."""
+
+    chat_roles = ("user",)
+
+    async def reset(self, context: Context) -> None:
+        self.context = context
+
+    async def step(self, turn: TurnResult) -> Step:
+        assert self.context.chat is not None
+        more = [{"role": "user", "content": f"turn {turn.index}"}] if turn.index < 2 else []
+        return self.context.chat.follow(turn, *more)
+
+
+def served(form: ChatFormat | None, **plugins: Any) -> Served:
+    registry = Registry({"chatty": Chatty, "calls": Tools, **plugins})
+    return Served(MODEL, 0, "stub:start", registry, tokenizer(), form)
+
+
+@pytest.fixture(scope="module")
+def serving() -> Iterator[WorkerThread]:
+    with worker(TimedEngine(), what=served(chat())) as thread:
+        yield thread
+
+
+@pytest.fixture
+def client(serving: WorkerThread) -> Iterator[RolloutClient]:
+    with RolloutClient(serving.address) as made:
+        yield made
+
+
+def only(client: RolloutClient, **fields: Any) -> Trajectory:
+    (trajectory,) = client.submit(client.group(max_tokens=4, **fields))
+    return trajectory
+
+
+def test_a_scripted_group_with_messages(client: RolloutClient) -> None:
+    form = chat()
+    trajectory = only(client, messages=[USER], template_options={"enable_thinking": False})
+    prompt = form.form((), {"enable_thinking": False}).prompt([USER])
+    np.testing.assert_array_equal(trajectory.prompt_ids, prompt)
+    assert trajectory.prompt_ids.tolist().count(tokenizer().special("<|im_end|>")) == 1
+    assert trajectory.source[: len(prompt)].tolist() == [0] * len(prompt)
+
+
+def test_a_plug_in_goes_on_in_messages(client: RolloutClient) -> None:
+    trajectory = only(client, messages=[USER], environment="chatty", on_length="continue")
+    assert trajectory.status == "completed", trajectory.error
+    assert len(trajectory.turns) == 3
+    first, second = trajectory.turns[:2]
+    between = trajectory.token_ids[first.start + first.length : second.start]
+    assert tokenizer().decode(between) == "<|im_end|>\n<|im_start|>user\nturn 0<|im_end|>\n<|im_start|>assistant\n"
+    assert trajectory.loss_mask.sum() == sum(turn.length for turn in trajectory.turns)
+
+
+def test_the_tools_of_the_environment_are_printed_unless_the_submit_names_others(client: RolloutClient) -> None:
+    mine = [{"name": "mine", "parameters": {"type": "object"}}]
+    for tools, shown, hidden in (([], '"lookup"', '"mine"'), (mine, '"mine"', '"lookup"')):
+        trajectory = only(client, messages=[USER], tools=tools, environment="calls")
+        text = tokenizer().decode(trajectory.prompt_ids)
+        assert shown in text
+        assert hidden not in text
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "field"),
+    [
+        ({"messages": [{"role": "user", "content": 5}]}, BadRequest, "groups[0].messages[0].content"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, BadRequest, "groups[0].messages[0]"),
+        ({"messages": [USER], "tools": [{}]}, BadRequest, "groups[0].tools[0]"),
+        ({"messages": [USER], "template_options": {"tools": 1}}, BadRequest, "groups[0].template.options.tools"),
+        ({"messages": [{"role": "user", "content": "x" * 9999}]}, PromptTooLong, "groups[0].messages"),
+        ({"messages": [USER], "environment": "nobody"}, BadRequest, "groups[0].environment.name"),
+        ({"messages": [USER], "environment": "tools"}, BadRequest, "groups[0].environment.name"),
+        ({"prompt_ids": [1], "environment": "calls"}, BadRequest, "groups[0].prompt"),
+        (
+            {"messages": [USER], "environment": "calls", "config": {"tools": ["x"]}},
+            BadRequest,
+            "groups[0].environment.config.tools",
+        ),
+    ],
+)
+def test_what_is_refused_is_named(client: RolloutClient, fields: dict[str, Any], error: Any, field: str) -> None:
+    with pytest.raises(error) as refused:
+        client.submit(client.group(**fields))
+    assert refused.value.field == field
+
+
+def test_a_checkpoint_without_a_template_takes_ids_only() -> None:
+    with worker(TimedEngine(), what=served(None)) as thread, RolloutClient(thread.address) as client:
+        with pytest.raises(BadRequest, match="no chat template") as refused:
+            client.submit(client.group(messages=[USER]))
+        assert refused.value.field == "groups[0].messages"
+        assert only(client, prompt_ids=[1, 2]).ok
+
+
+def test_a_template_that_cannot_append_is_refused_only_where_something_is_appended() -> None:
+    with worker(TimedEngine(), what=served(chat(COUNTING))) as thread, RolloutClient(thread.address) as client:
+        with pytest.raises(BadRequest, match="cannot be appended") as refused:
+            client.submit(client.group(messages=[USER], environment="chatty"))
+        assert refused.value.field == "groups[0].template.on_unstable"
+        assert only(client, messages=[USER]).ok
+        branching = {"environment": "chatty", "on_unstable": "branch", "on_length": "continue"}
+        trajectory = only(client, messages=[USER], **branching)
+        assert len(trajectory.segments) == 3
+        assert all(segment.loss_mask.sum() == 4 for segment in trajectory.segments)
+
+
+def test_a_repeat_is_the_same_even_where_the_template_prints_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(1000))
+    dated = "{{ strftime_now('%Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    template = ChatTemplate({"default": dated})
+    monkeypatch.setattr("rollout.chat.template._now", lambda form: f"{form}{next(clock)}")
+    group = {"id": "g", "messages": [USER], "trajectory_ids": ["t"], "sampling": {"max_tokens": 4}}
+    with (
+        worker(TimedEngine(), what=served(ChatFormat(template, tokenizer()))) as thread,
+        RawClient(thread.address) as client,
+    ):
+        client.call("hello", client="c")
+        assert client.call("submit", batch_id="b", groups=[group])["known"] == 0
+        assert client.call("submit", batch_id="b", groups=[group])["known"] == 1
+        assert next(clock) > 1
+        other = {**group, "messages": [{"role": "user", "content": "other"}]}
+        assert client.call("submit", batch_id="b", groups=[other])["error"]["code"] == "duplicate"
+
+
+def test_rendering_holds_up_nobody(serving: WorkerThread, client: RolloutClient) -> None:
+    """The first submit is held inside of its template; another one and a ping go past it."""
+    entered, release = threading.Event(), threading.Event()
+    form = chat()
+
+    class Slow(ChatTemplate):
+        def render(self, *args: Any, **how: Any) -> str:
+            entered.set()
+            assert release.wait(20)
+            return form.template.render(*args, **how)
+
+    slow = ChatFormat(Slow({"default": ""}), tokenizer())
+    serving.call(lambda service: setattr(service, "chat", slow))
+    try:
+        with RolloutClient(serving.address) as other:
+            held = threading.Thread(target=only, args=(other,), kwargs={"messages": [USER]})
+            held.start()
+            assert entered.wait(10)
+            assert only(client, prompt_ids=ids("x")).ok
+            release.set()
+            held.join(20)
+            assert not held.is_alive()
+    finally:
+        release.set()
+        serving.call(lambda service: setattr(service, "chat", chat()))
