@@ -155,6 +155,8 @@ class Environment(ABC):
     crash, or be killed at a deadline."""
     chat_roles: ClassVar[tuple[str, ...]] = ()
     """Roles of the messages that it appends to a conversation: a submit is refused where the chat template cannot."""
+    stateless: ClassVar[bool] = False
+    """`step` depends on the turn and what `reset` made, not on earlier turns: `reset` is enough to go on elsewhere."""
     patient: ClassVar[bool] = False
     """`step` waits for the trainer, whose silence is no fault: only `Budget.tool_deadline_s` bounds it."""
 
@@ -172,6 +174,17 @@ class Environment(ABC):
         record: as it will be sent, the final reward still missing. A mapping is named parts, their sum the total.
         """
         return None
+
+    def snapshot(self) -> Mapping[str, Any] | Awaitable[Mapping[str, Any]]:
+        """What `restore` needs to go on from here: plain values, as in a submit's metadata. Called between two turns.
+
+        Optional: without it (and where the class is not `stateless`) a trajectory that was cut cannot go on elsewhere.
+        """
+        raise NotImplementedError
+
+    def restore(self, context: Context, state: Mapping[str, Any]) -> Awaitable[None] | None:
+        """Called in place of `reset` where a trajectory goes on; state: what `snapshot` returned."""
+        raise NotImplementedError
 
     def close(self) -> Awaitable[None] | None:  # noqa: B027 (nothing to release is the usual case)
         """Called last, always, once the environment was made."""

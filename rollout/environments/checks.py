@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
 import numpy as np
+from pydantic import ValidationError
 
 from engine.request import IntArray
+from protocols.fields import Partial
 from rollout.environments.base import Environment, Observation, Rewards, Step
 from rollout.environments.errors import SpeaksForItself
 from rollout.trajectory import Answer
@@ -67,6 +70,20 @@ def _branch(ids: IntArray | None) -> IntArray | None:
     if ids is not None and not len(ids):
         raise BadAnswer("branch is empty: a segment begins with something")
     return ids
+
+
+def check_snapshot(returned: Any) -> dict[str, Any]:
+    """Of `snapshot`: a copy."""
+    if not isinstance(returned, Mapping):
+        raise BadAnswer(f"snapshot returned {_kind(returned)}, not a mapping")
+    try:
+        return Partial(snapshot=copy.deepcopy(dict(returned))).snapshot or {}
+    except ValidationError as error:
+        raise BadAnswer(f"snapshot returned what cannot be sent: {error.errors()[0]['msg']}") from None
+
+
+def check_nothing(_: Any) -> None:
+    """Of a method whose answer means nothing."""
 
 
 def check_final(returned: Any) -> Rewards:

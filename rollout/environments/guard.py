@@ -13,15 +13,23 @@ from typing import Any, Literal, TypeVar
 from protocols.fields import Budget, Failure, Record, Truncation
 from rollout.environments.base import Context, Environment, EnvironmentFactory, Rewards, TurnResult
 from rollout.environments.calls import Call, Raised
-from rollout.environments.checks import BadAnswer, check_environment, check_final, check_observation, check_step
+from rollout.environments.checks import (
+    BadAnswer,
+    check_environment,
+    check_final,
+    check_nothing,
+    check_observation,
+    check_snapshot,
+    check_step,
+)
 from rollout.environments.errors import describe
-from rollout.environments.isolated import Isolated, StandIn
+from rollout.environments.isolated import Isolated, StandIn, can_snapshot
 from rollout.trajectory import Answer, End
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Stage = Literal["reset", "step", "finish", "close"]
+Stage = Literal["reset", "step", "snapshot", "finish", "close"]
 Stops = tuple[asyncio.Future[End], ...]
 
 UNWIND_S = 1.0
@@ -72,9 +80,59 @@ class Guard:
     def fixed_turns(self) -> bool:
         return self._made().fixed_turns
 
+    @property
+    def resumable(self) -> bool:
+        """Can another environment go on where this one is?"""
+        made = self._environment
+        return self._ready and not self._lost and made is not None and (made.stateless or can_snapshot(made))
+
     async def open(self, context: Callable[[], Context], stops: Stops) -> Answer | End:
         """Make the environment and reset it."""
-        within = self._budget.tool_deadline_s or self._patience.step_s
+        made = await self._make_one(stops)
+        if isinstance(made, End):
+            return made
+        answer: Answer | End = Answer()
+        if not _is_default(made, "reset"):
+            answer = await self._call(
+                "reset",
+                lambda: made.reset,
+                (context(),),
+                lambda value: check_observation(value, self._vocab_size),
+                self._within,
+                stops,
+            )
+        self._ready = not isinstance(answer, End)
+        return answer
+
+    async def reopen(self, context: Callable[[], Context], state: dict[str, Any] | None, stops: Stops) -> End | None:
+        """Make an environment that goes on from `state`, which `snapshot` returned.
+
+        None: it was stateless. What its `reset` observes is in the trajectory already.
+        """
+        if state is None:
+            opened = await self.open(context, stops)
+            return opened if isinstance(opened, End) else None
+        made = await self._make_one(stops)
+        if isinstance(made, End):
+            return made
+        end: End | None = await self._call(
+            "reset", lambda: made.restore, (context(), state), check_nothing, self._within, stops
+        )
+        self._ready = end is None
+        return end
+
+    async def snapshot(self, stops: Stops) -> dict[str, Any] | End | None:
+        """For `reopen`, where it is `resumable` and no call runs."""
+        made = self._made()
+        if made.stateless:
+            return None
+        return await self._call("snapshot", lambda: made.snapshot, (), check_snapshot, self._within, stops)
+
+    @property
+    def _within(self) -> float:
+        return self._budget.tool_deadline_s or self._patience.step_s
+
+    async def _make_one(self, stops: Stops) -> Environment | End:
         make = self._make
         if isinstance(make, Isolated):
             # That a process has to start first is not the environment's fault.
@@ -83,22 +141,10 @@ class Guard:
             if isinstance(prepared, End):
                 return prepared
             make = prepared
-        made = await self._call("reset", lambda: make, (), check_environment, within, stops)
-        if isinstance(made, End):
-            return made
-        self._environment = made
-        answer: Answer | End = Answer()
-        if not _is_default(made, "reset"):
-            answer = await self._call(
-                "reset",
-                lambda: made.reset,
-                (context(),),
-                lambda value: check_observation(value, self._vocab_size),
-                within,
-                stops,
-            )
-        self._ready = not isinstance(answer, End)
-        return answer
+        made = await self._call("reset", lambda: make, (), check_environment, self._within, stops)
+        if not isinstance(made, End):
+            self._environment = made
+        return made
 
     async def step(self, turn: TurnResult, stops: Stops) -> Answer | End:
         environment = self._made()
@@ -122,7 +168,7 @@ class Guard:
         """Always called, also while a call that was left behind still runs: it may be what ends that call."""
         environment = self._environment
         if environment is not None and not _is_default(environment, "close"):
-            await self._call("close", lambda: environment.close, (), lambda _: None, self._patience.close_s, ())
+            await self._call("close", lambda: environment.close, (), check_nothing, self._patience.close_s, ())
 
     def _made(self) -> Environment:
         assert self._environment is not None

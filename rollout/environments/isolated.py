@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast
 
@@ -25,7 +25,14 @@ from rollout.environments.base import (
     TextCodec,
     TurnResult,
 )
-from rollout.environments.checks import check_environment, check_final, check_observation, check_step
+from rollout.environments.checks import (
+    check_environment,
+    check_final,
+    check_nothing,
+    check_observation,
+    check_snapshot,
+    check_step,
+)
 from rollout.environments.errors import ProcessDied
 from rollout.environments.pool import Pool, Shared
 from rollout.environments.processes import Process
@@ -72,6 +79,8 @@ class Traits:
 
     on_length: Literal["end", "continue"]
     fixed_turns: bool
+    stateless: bool
+    can_snapshot: bool
 
 
 class StandIn(Environment):
@@ -80,6 +89,8 @@ class StandIn(Environment):
     def __init__(self, pool: Pool, process: Process, kept: int, traits: Traits) -> None:
         self.on_length = traits.on_length  # type: ignore[misc]
         self.fixed_turns = traits.fixed_turns  # type: ignore[misc]
+        self.stateless = traits.stateless  # type: ignore[misc]
+        self.can_snapshot = traits.can_snapshot
         self._pool = pool
         self._process = process
         self._kept = kept
@@ -91,11 +102,13 @@ class StandIn(Environment):
         return self._process.died.done()
 
     async def reset(self, context: Context) -> Observation | None:
-        self._vocab_size = context.vocab_size
-        codec = None if context.tokenizer is None else Codec(self._pool.share(context.tokenizer))
-        chat = None if context.chat is None else context.chat.sent(self._pool.share)
-        there = dataclasses.replace(context, ask=_cannot_ask, tokenizer=codec, chat=chat)
-        return cast(Observation | None, await self._call(_reset, there))
+        return cast(Observation | None, await self._call(_reset, self._sent(context)))
+
+    async def restore(self, context: Context, state: Mapping[str, Any]) -> None:
+        await self._call(_restore, self._sent(context), dict(state))
+
+    async def snapshot(self) -> Mapping[str, Any]:
+        return cast(Mapping[str, Any], await self._call(_snapshot))
 
     async def step(self, turn: TurnResult) -> Step:
         return cast(Step, await self._call(_step, turn, self._vocab_size))
@@ -112,6 +125,12 @@ class StandIn(Environment):
         finally:
             self._process.forget(self._kept)
             self._pool.release(self._process)
+
+    def _sent(self, context: Context) -> Context:
+        self._vocab_size = context.vocab_size
+        codec = None if context.tokenizer is None else Codec(self._pool.share(context.tokenizer))
+        chat = None if context.chat is None else context.chat.sent(self._pool.share)
+        return dataclasses.replace(context, ask=_cannot_ask, tokenizer=codec, chat=chat)
 
     async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         return await self._process.run(function, args, of=self._kept)
@@ -137,6 +156,15 @@ class Codec:
         return cast(TextCodec, self.shared.get())
 
 
+def can_snapshot(environment: Environment) -> bool:
+    if isinstance(environment, StandIn):
+        return environment.can_snapshot
+    return all(
+        inspect.getattr_static(environment, method) is not getattr(Environment, method)
+        for method in ("snapshot", "restore")
+    )
+
+
 async def _cannot_ask(_: TurnResult) -> Continue:
     raise RuntimeError("an environment in a process of its own cannot ask the trainer")
 
@@ -153,7 +181,9 @@ def _make(factory: EnvironmentFactory) -> Environment | Awaitable[Environment]:
 
 
 def _traits(environment: Environment) -> Traits:
-    return Traits(environment.on_length, bool(environment.fixed_turns))
+    return Traits(
+        environment.on_length, bool(environment.fixed_turns), bool(environment.stateless), can_snapshot(environment)
+    )
 
 
 def _reset(environment: Environment, context: Context) -> Any:
@@ -162,6 +192,14 @@ def _reset(environment: Environment, context: Context) -> Any:
         return Observation(answer.observation, answer.glue, answer.max_tokens)
 
     return _then(environment.reset(context), plain)
+
+
+def _restore(environment: Environment, context: Context, state: Mapping[str, Any]) -> Any:
+    return _then(environment.restore(context, state), check_nothing)
+
+
+def _snapshot(environment: Environment) -> Any:
+    return _then(environment.snapshot(), check_snapshot)
 
 
 def _step(environment: Environment, turn: TurnResult, vocab_size: int) -> Any:
@@ -177,7 +215,7 @@ def _finish(environment: Environment, record: Record) -> Any:
 
 
 def _close(environment: Environment) -> Any:
-    return _then(environment.close(), lambda _: None)
+    return _then(environment.close(), check_nothing)
 
 
 def _then(returned: Any, check: Callable[[Any], T]) -> T | Awaitable[T]:

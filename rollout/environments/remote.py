@@ -10,6 +10,7 @@ class Remote(Environment):
     """Asks the trainer (`turn_done`) and takes its `continue` for the answer."""
 
     patient = True
+    stateless = True
 
     async def reset(self, context: Context) -> None:
         self._ask = context.ask

@@ -13,6 +13,7 @@ class Scripted(Environment):
 
     on_length = "continue"
     fixed_turns = True
+    stateless = True
 
     def __init__(self, script: Sequence[ScriptedTurn]) -> None:
         self._script = script

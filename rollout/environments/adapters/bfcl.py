@@ -93,18 +93,39 @@ class Bfcl(Environment):
     def reset(self, context: Context) -> None:
         self._chat = conversation(context)
         self._play = Play(load(context.config))
+        self._done: list[list[Any] | None] = []
+
+    def snapshot(self) -> dict[str, Any]:
+        return {"done": self._done}
+
+    def restore(self, context: Context, state: Mapping[str, Any]) -> None:
+        """Everything that was called is called again."""
+        self.reset(context)
+        for calls in state["done"]:
+            if calls is None:
+                self._next_user()
+            else:
+                self._call(tuple(BadCall(said) if isinstance(said, str) else Call(*said) for said in calls))
 
     def step(self, turn: TurnResult) -> Step:
         thinking = self._chat.form.opens_reasoning()
         said = read(self._chat.text(turn), complete=turn.finish_reason == "stop", thinking=thinking)
         if said.calls and self._play.may_call:
-            results = self._play.call(said.calls)
+            results = self._call(said.calls)
             answers = [
                 {"role": "tool", "name": name, "tool_call_id": f"call{i:05d}", "content": text}
                 for i, (name, text) in enumerate(results)
             ]
             return self._chat.follow(turn, *answers, called=True)
-        return self._chat.follow(turn, *self._play.next_user(), called=bool(said.calls))
+        return self._chat.follow(turn, *self._next_user(), called=bool(said.calls))
+
+    def _call(self, calls: tuple[Call | BadCall, ...]) -> list[tuple[str, str]]:
+        self._done.append([c.problem if isinstance(c, BadCall) else [c.name, c.arguments] for c in calls])
+        return self._play.call(calls)
+
+    def _next_user(self) -> list[dict[str, str]]:
+        self._done.append(None)
+        return self._play.next_user()
 
     def finish(self, record: Record) -> Rewards:  # noqa: ARG002
         right = self._play.right

@@ -58,6 +58,7 @@ class ReasoningGym(Environment):
     `accuracy` says the same; `format` is 1 where the tags are there, and is no part of the reward."""
 
     isolation: ClassVar = "process"
+    stateless: ClassVar = True
 
     def reset(self, context: Context) -> None:
         self._chat = conversation(context)

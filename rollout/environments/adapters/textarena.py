@@ -114,13 +114,27 @@ class TextArena(Environment):
         self._chat = conversation(context)
         self._generator = generator(context)
         self._game = Game(context.config)
+        self._played: list[str] = []
+
+    def snapshot(self) -> dict[str, Any]:
+        return {"played": self._played}
+
+    def restore(self, context: Context, state: Mapping[str, Any]) -> None:
+        """The same game, played again up to here."""
+        self.reset(context)
+        for said in state["played"]:
+            self._play(said)
 
     def step(self, turn: TurnResult) -> Step:
         said = read(self._chat.text(turn), thinking=self._chat.form.opens_reasoning()).content
-        news = self._game.play(said, self._generator)
+        news = self._play(said)
         if news is None:
             return self._chat.follow(turn)
         return self._chat.follow(turn, {"role": "user", "content": news})
+
+    def _play(self, said: str) -> str | None:
+        self._played.append(said)
+        return self._game.play(said, self._generator)
 
     def finish(self, record: Record) -> Rewards:  # noqa: ARG002
         reward = self._game.reward

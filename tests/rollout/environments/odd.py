@@ -148,3 +148,38 @@ def broken() -> Environment:
 
 
 broken.isolation = "process"  # type: ignore[attr-defined]
+
+
+class Saved(Environment):
+    """Adds up what was sampled; can go on elsewhere."""
+
+    isolation = "process"
+
+    def reset(self, context: Context) -> Observation:
+        self.sums = {"all": 0}
+        return Observation(ids=context.prompt)
+
+    def step(self, turn: TurnResult) -> Step:
+        self.sums["all"] += int(turn.token_ids.sum())
+        return Step(observation=[self.sums["all"]])
+
+    def snapshot(self) -> dict[str, Any]:
+        return self.sums
+
+    def restore(self, context: Context, state: Any) -> None:
+        self.sums = {"all": int(state["all"])}
+
+    def finish(self, record: Record) -> float:
+        return float(self.sums["all"])
+
+
+class SavedHere(Saved):
+    isolation = "worker"
+
+
+class BadlySaved(SavedHere):
+    def snapshot(self) -> Any:
+        return self
+
+    def restore(self, context: Context, state: Any) -> None:
+        raise ValueError(f"cannot read {state}")

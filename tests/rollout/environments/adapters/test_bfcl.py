@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import json
 from typing import Any
 
 import pytest
 
-from tests.rollout.chat.tiny import THINKING
+from protocols.fields import Template
+from rollout.chat.conversation import Conversation
+from tests.rollout.chat.tiny import THINKING, chat
 from tests.rollout.environments.adapters.play import play, text
+from tests.rollout.environments.build import context
 
 pytest.importorskip("bfcl_eval")
 
 from rollout.environments.adapters.bfcl import CALLS_PER_TURN, CATEGORIES, Bfcl, Play, load, messages, methods, tools
-from rollout.tools.parse import Call
+from rollout.tools.parse import BadCall, Call
 
 FIRST = {"category": "multi_turn_base", "index": 1}
 
@@ -143,3 +147,22 @@ def test_schemas_are_json_schemas() -> None:
 def test_a_config_that_means_nothing_is_refused_by_name(config: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         messages(config)
+
+
+def test_a_task_goes_on_from_what_was_called() -> None:
+    task = load(FIRST)
+    first = Bfcl()
+    first._play, first._done = Play(task), []
+    for turn in task["ground_truth"][:2]:
+        first._call(tuple(as_call(said, first._play._methods) for said in turn))
+        first._next_user()
+    first._call((BadCall("no JSON"),))
+    form = chat(THINKING).form(tools(FIRST), {})
+    talk = Conversation(form, messages(FIRST), form.prompt(messages(FIRST)), Template())
+    second = Bfcl()
+    second.restore(dataclasses.replace(context(), chat=talk, config=FIRST), json.loads(json.dumps(first.snapshot())))
+    for each in (first, second):
+        for turn in task["ground_truth"][2:]:
+            each._call(tuple(as_call(said, each._play._methods) for said in turn))
+            each._next_user()
+        assert each._play.right == 4

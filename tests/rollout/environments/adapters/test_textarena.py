@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import re
 from typing import Any
 
 import pytest
 
+from protocols.fields import Template
+from rollout.chat.conversation import Conversation
+from tests.rollout.chat.tiny import chat
 from tests.rollout.environments.adapters.play import play, text
+from tests.rollout.environments.build import context
 
 pytest.importorskip("textarena")
 
@@ -99,3 +104,16 @@ def test_a_config_is_one_game_whatever_else_draws_numbers() -> None:
 def test_a_config_that_means_nothing_is_refused_by_name(config: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         messages(config)
+
+
+def test_a_game_goes_on_from_what_was_played() -> None:
+    form, asked = chat().form((), {}), messages(FOUR)
+    talk = Conversation(form, asked, form.prompt(asked), Template())
+    there = dataclasses.replace(context(), chat=talk, config=FOUR, seed=5)
+    first, second = TextArena(), TextArena()
+    first.reset(there)
+    for column in (3, 3, 2):
+        first._play(f"[col {column}]")
+    second.restore(there, first.snapshot())
+    assert second._game._inner.state.game_state == first._game._inner.state.game_state
+    assert second._play("[col 6]") == first._play("[col 6]")

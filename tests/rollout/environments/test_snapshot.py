@@ -1,0 +1,102 @@
+"""An environment that goes on elsewhere: from a snapshot, or from nothing where it has no state."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from protocols import fields
+from rollout.environments.base import Rewards
+from rollout.environments.guard import Guard
+from rollout.environments.registry import Registry
+from rollout.trajectory import Answer, End
+from tests.rollout.build import run, script
+from tests.rollout.environments import odd
+from tests.rollout.environments.build import TURN, context, draft, guarded
+
+NAMES = ("Odd", "Saved", "SavedHere", "BadlySaved")
+
+
+def with_registry(main: Callable[[Registry], Awaitable[None]]) -> None:
+    async def body() -> None:
+        registry = Registry({name: getattr(odd, name) for name in NAMES}, processes=2)
+        try:
+            await main(registry)
+        finally:
+            await registry.close()
+
+    run(body())
+
+
+def guard(registry: Registry, name: str) -> Guard:
+    return guarded(registry.resolve(fields.Environment(name=name)))
+
+
+async def added(guard: Guard) -> Any:
+    answer = await guard.step(TURN, ())
+    assert isinstance(answer, Answer), answer
+    assert answer.observation is not None
+    return answer.observation.tolist()
+
+
+@pytest.mark.parametrize("name", ["Saved", "SavedHere"])
+def test_it_goes_on_from_where_it_was_and_the_first_one_too(name: str) -> None:
+    async def main(registry: Registry) -> None:
+        first, second = guard(registry, name), guard(registry, name)
+        assert not first.resumable
+        await first.open(context, ())
+        assert first.resumable
+        assert await added(first) == [15]
+        state = await first.snapshot(())
+        assert state == {"all": 15}
+        assert await added(first) == [30]
+        assert state == {"all": 15}, "a copy"
+        assert isinstance(state, dict)
+        assert await second.reopen(context, state, ()) is None
+        assert await added(second) == [30]
+        assert second.scores
+        assert await second.finish(draft(), ()) == Rewards(30.0)
+        for each in (first, second):
+            await each.close()
+
+    with_registry(main)
+
+
+def test_what_has_no_state_needs_no_snapshot() -> None:
+    async def main(registry: Registry) -> None:
+        for environment in (script((30,), (31,)), fields.Environment(name="remote")):
+            first = guarded(registry.resolve(environment))
+            await first.open(context, ())
+            assert first.resumable
+            assert await first.snapshot(()) is None
+            assert await guarded(registry.resolve(environment)).reopen(context, None, ()) is None
+
+    with_registry(main)
+
+
+def test_what_saves_nothing_cannot_go_on() -> None:
+    async def main(registry: Registry) -> None:
+        first = guard(registry, "Odd")
+        await first.open(context, ())
+        assert not first.resumable
+        await first.close()
+
+    with_registry(main)
+
+
+def test_a_bad_snapshot_or_restore_is_an_error_of_its_stage() -> None:
+    async def main(registry: Registry) -> None:
+        first = guard(registry, "BadlySaved")
+        await first.open(context, ())
+        for end, stage, message in (
+            (await first.snapshot(()), "snapshot", "snapshot returned a BadlySaved, not a mapping"),
+            (await guard(registry, "BadlySaved").reopen(context, {"a": 1}, ()), "reset", "cannot read {'a': 1}"),
+        ):
+            assert isinstance(end, End)
+            assert end.failure is not None
+            assert (end.reason, end.failure.stage) == ("env_error", stage)
+            assert message in end.failure.message
+
+    with_registry(main)
