@@ -25,10 +25,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The exit code: 0, or 1 for what goes wrong. Exits with 2, argparse's code, if an option is wrong."""
     argv = sys.argv[1:] if argv is None else argv
     # A worker's options all begin with a dash, so a word in front is a command.
-    if list(argv[:1]) == ["checksum"]:
-        from rollout import checksum
+    match list(argv[:1]):
+        case ["checksum"]:
+            from rollout import checksum
 
-        return checksum.main(argv[1:])
+            return checksum.main(argv[1:])
+        case ["doctor"]:
+            from rollout.doctor import command as doctor
+
+            return doctor.main(argv[1:])
     parser = _worker_parser()
     given = parse_known(parser, argv)
     print_config = given.pop("print_config", False)

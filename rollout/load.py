@@ -11,7 +11,7 @@ import os
 from engine.config import BLOCK_SIZE, EngineConfig
 from engine.errors import EngineError, OutOfMemory
 from engine.handle import EngineHandle, EngineInfo
-from engine.model_config import read_model_config
+from engine.model_config import ModelConfig, read_model_config
 from engine.process import ProcessEngine
 from engine.progress import LoggedProgress
 from engine.recipe import EngineRecipe
@@ -36,17 +36,11 @@ def load(config: WorkerConfig) -> Loaded:
     """The real engine over a checkpoint. Raises StartError, saying what to do."""
     _say_of_gpus(config)
     try:
-        registry = Registry.load(config.env, processes=config.env_processes, tools=config.tools)
+        registry = environments_of(config)
         tokenizer = Tokenizer.load(config.weights)
         chat = ChatFormat.load(config.weights, tokenizer)
         model_config = read_model_config(config.weights)
-        engine_config = EngineConfig(
-            max_running=config.max_running,
-            max_step_tokens=config.max_step_tokens,
-            max_context=config.max_context or min(DEFAULT_CONTEXT, model_config.max_positions),
-            overlap=config.overlap,
-            prefix_cache=config.prefix_cache,
-        )
+        engine_config = engine_config_of(config, model_config)
         recipe = EngineRecipe(
             {
                 "path": config.weights,
@@ -75,6 +69,21 @@ def load(config: WorkerConfig) -> Loaded:
     kv_tokens = info.kv_tokens if config.admission == "whole" and config.prefix_cache else None
     served = Served(model, info.weight_version, info.weight_digest, registry, tokenizer, chat, kv_tokens)
     return Loaded(handle, served, summarise(config, info, served), _processes(handle), _gpu_bytes(info))
+
+
+def environments_of(config: WorkerConfig) -> Registry:
+    """Raises ValueError or ImportError, naming the option."""
+    return Registry.load(config.env, processes=config.env_processes, tools=config.tools)
+
+
+def engine_config_of(config: WorkerConfig, model: ModelConfig) -> EngineConfig:
+    return EngineConfig(
+        max_running=config.max_running,
+        max_step_tokens=config.max_step_tokens,
+        max_context=config.max_context or min(DEFAULT_CONTEXT, model.max_positions),
+        overlap=config.overlap,
+        prefix_cache=config.prefix_cache,
+    )
 
 
 def _say_of_gpus(config: WorkerConfig) -> None:
