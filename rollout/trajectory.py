@@ -193,7 +193,9 @@ class Trajectory:
             case "length" if turn.length != self._turn_limit:
                 return self._overflow()
             case "length" | "turn_deadline":
-                return self._cut(turn) if ends_when_cut else None
+                # The second turn in a row in which nothing was sampled: nothing says that there would be a last one.
+                idle = turn.length == 0 and len(self._turns) > 1 and self._turns[-2].length == 0
+                return self._cut(turn) if ends_when_cut or idle else None
 
     def last_turn(self) -> TurnResult:
         turn = self._turns[-1]

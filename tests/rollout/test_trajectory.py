@@ -220,6 +220,18 @@ def test_a_turn_deadline_ends_a_turn_like_length() -> None:
     assert record(t, end).segments[0].token_ids.tolist() == [10, 11, 12, 20]
 
 
+def test_turns_in_which_nothing_is_sampled_do_not_follow_each_other_for_ever() -> None:
+    t = trajectory(budget={"turn_deadline_s": 0.001})
+    nothing = Answer()
+    for sampled in ((), (20,), ()):
+        assert turn(t, sampled, "turn_deadline", cut_ends=False) is None, "one may be the queue's fault"
+        assert t.answer(nothing, fixed_turns=False) is None
+    end = turn(t, (), "turn_deadline", cut_ends=False)
+    assert end is not None
+    assert end.truncation is not None
+    assert (end.reason, end.truncation.limit, end.truncation.value) == ("length", "turn_deadline_s", 0.001)
+
+
 @pytest.mark.parametrize(
     ("observation", "fits"), [(0, True), (58, True), (59, True), (60, False), (61, False), (10**6, False)]
 )
