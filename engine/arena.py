@@ -88,7 +88,7 @@ class Arena:
         step = ALIGNMENT // dtype.itemsize
         layout = parameters(config)
         size = sum(-(-parameter.numel // step) * step for parameter in layout)
-        self.flat = memory.allocate(size * dtype.itemsize, tag, host=host).view(dtype)
+        self.flat = memory.allocate(size * dtype.itemsize, tag, host=host, pinned=host).view(dtype)
         offset = 0
         for parameter in layout:
             self.parameters[parameter.name] = self.flat[offset : offset + parameter.numel].view(parameter.shape)

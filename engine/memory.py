@@ -18,9 +18,13 @@ from engine.errors import OutOfMemory
 from engine.free_memory import host_bytes
 from engine.kv_size import kv_bytes_per_block
 from engine.model_config import ModelConfig
+from engine.pinned import pinned_bytes
 
 ALIGNMENT = 256
 """Bytes; every buffer and every parameter starts at a multiple of this."""
+
+LARGE = 64 * 2**20
+"""Bytes from which on pinned memory is worth huge pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +60,17 @@ class Memory:
 
     def allocate(self, nbytes: int, tag: str, *, host: bool = False, pinned: bool = False) -> torch.Tensor:
         """uint8[nbytes], 256-byte aligned, contents undefined. host: on the CPU, whatever the device; pinned: so that
-        copies to and from a GPU run beside the host (pinning takes half a second a GiB).
+        copies to and from a GPU run beside the host, and at the speed of its link.
 
         Raises `OutOfMemory` with the plan so far when the device refuses.
         """
         device = torch.device("cpu") if host else self.device
+        pinned = pinned and self.device.type == "cuda"
         try:
-            raw = torch.empty(
-                nbytes + ALIGNMENT, dtype=torch.uint8, device=device, pin_memory=pinned and self.device.type == "cuda"
-            )
+            if pinned and nbytes >= LARGE:
+                raw = pinned_bytes(nbytes + ALIGNMENT)
+            else:
+                raw = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device=device, pin_memory=pinned)
         except (torch.OutOfMemoryError, RuntimeError) as error:
             taken = ", ".join(f"{item.tag} {item.nbytes / 1e6:,.1f} MB" for item in self.allocations)
             message = f"no {nbytes / 1e6:,.1f} MB of memory on {device} for {tag}, after {taken or 'nothing'}"

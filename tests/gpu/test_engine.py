@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from engine.attention.shared import Runs, no_runs
 from engine.build import LoadedEngine, load_engine
 from engine.config import EngineConfig
+from engine.cuda_input import CudaInput
 from engine.request import Completion, Request, SamplingParams
+from engine.step import StepPlan
 from tests.engine.serve import ask, ids, serve
 from tests.rigs import HF_CLASS, RandModel, Reference, write_rand
 
@@ -186,8 +189,10 @@ def test_a_commit_changes_what_graphs_compute_and_no_address(qwen3: Path, tmp_pa
 
 
 @pytest.mark.parametrize("decode_path", ["graph", "eager"])
-def test_groups_that_read_their_prompt_once_are_near_rows_that_read_it_alone(qwen3: Path, decode_path: str) -> None:
-    """Two groups and three rows of their own, in one batch and each row by itself."""
+def test_rows_that_read_their_prompt_together_are_near_rows_that_read_it_alone(
+    qwen3: Path, decode_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two groups and three rows of their own, in the same batches: only who reads the shared blocks differs."""
     prompts = {f"{group}{i}": ids(group, 250) for group in range(2) for i in range(9)}
     prompts |= {f"own{i}": ids(50 + i, 100) for i in range(3)}
     requests = [
@@ -195,11 +200,16 @@ def test_groups_that_read_their_prompt_once_are_near_rows_that_read_it_alone(qwe
         for i, (name, prompt) in enumerate(prompts.items())
     ]
     together = serve(load(qwen3, max_running=24, decode_path=decode_path), *requests)
-    alone = serve(load(qwen3, max_running=24, decode_path=decode_path, prefix_cache=False), *requests)
-    whole = np.concatenate((prompts["00"], alone["00"].token_ids))
-    noise = bf16_error(qwen3, whole, Reference(qwen3).logprobs(whole)[1:]).mean()
+    apart_engine = load(qwen3, max_running=24, decode_path=decode_path)
+    runs: list[int] = []
+    find = CudaInput._runs
+
+    def none(self: CudaInput, plan: StepPlan, most: int) -> Runs:
+        runs.append(len(find(self, plan, most).lengths))
+        return no_runs(plan.num_decode)
+
+    monkeypatch.setattr(CudaInput, "_runs", none)
+    apart = serve(apart_engine, *requests)
+    assert max(runs) == 2
     for name, completion in together.items():
-        expected = alone[name]
-        same = np.argmin(np.append(completion.token_ids == expected.token_ids, False))
-        assert same > 0
-        assert np.abs(logprobs(completion)[:same] - logprobs(expected)[:same]).mean() < noise / 2
+        assert_near(completion, apart[name])
