@@ -77,6 +77,7 @@ class Rounds:
         if group_id in counted.trained:
             counted.groups.append(seconds)
 
+    @np.errstate(invalid="ignore")
     def close(self, batch: Round) -> dict[str, float] | None:
         """The roll-up of a round that is over. None: it had nothing to train on."""
         counted = self._open.pop(batch, None)

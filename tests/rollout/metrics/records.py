@@ -20,7 +20,6 @@ def record(
     *,
     versions: Sequence[tuple[int, int]] | None = None,
     times: dict[str, float] | None = None,
-    turn_times: dict[str, float] | None = None,
     **fields: Any,
 ) -> Record:
     """lengths: sampled tokens of each turn; a prompt of two comes first. versions: runs of the sampled tokens."""
@@ -41,7 +40,6 @@ def record(
                 start=int(starts[i]),
                 length=length,
                 finish_reason="stop",
-                times=Times(**(turn_times or {})),
             )
             for i, length in enumerate(lengths)
         ),
