@@ -9,19 +9,27 @@ Pure: no clock, no engine. Sizes are tokens where they come in and blocks inside
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
-from itertools import accumulate, takewhile
+from itertools import takewhile
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from engine.config import BLOCK_SIZE
 from engine.kv_holds import AWAY_SHARE, LONG_WAIT
 
+Ints = npt.NDArray[np.int64]
+N = TypeVar("N", int, Ints)
+Floats = npt.NDArray[np.float64]
+
 WINDOW = 512
 """Ends that an expectation remembers: lengths drift as a policy is trained."""
 OWN_ENDS = 2
-"""Ends among its siblings that tell more of a trajectory than those of all others."""
+"""So many ends of its siblings tell more of a trajectory than those of all others."""
 SURPRISE = 1.25
 """What has outgrown all that ended is expected to grow by another quarter."""
 
@@ -46,7 +54,11 @@ class Growths:
 
     def __init__(self) -> None:
         self._sorted: list[int] = []
-        self._sums: list[int] | None = None
+        self._values: Ints = np.empty(0, np.int64)
+        self._means: Floats | None = None
+
+    def __len__(self) -> int:
+        return len(self._sorted)
 
     @property
     def largest(self) -> int:
@@ -54,19 +66,19 @@ class Growths:
 
     def add(self, grown: int) -> None:
         insort(self._sorted, grown)
-        self._sums = None
+        self._means = None
 
     def remove(self, grown: int) -> None:
         del self._sorted[bisect_left(self._sorted, grown)]
-        self._sums = None
+        self._means = None
 
-    def beyond(self, grown: int) -> tuple[int, float]:
-        """Of those that grew further than that: how many there are, and their mean."""
-        if self._sums is None:
-            self._sums = [0, *accumulate(self._sorted)]
-        at = bisect_right(self._sorted, grown)
-        count = len(self._sorted) - at
-        return count, (self._sums[-1] - self._sums[at]) / count if count else 0.0
+    def beyond(self, grown: Ints) -> Floats:
+        """float64[n]: the mean of those that grew further than each of int64[n]; NaN where none did."""
+        if self._means is None:
+            counts = np.arange(len(self._sorted), 0, -1)
+            self._values = np.array(self._sorted, np.int64)
+            self._means = np.append(self._values[::-1].cumsum()[::-1] / counts, np.nan)
+        return self._means[np.searchsorted(self._values, grown, side="right")]
 
 
 class Kind:
@@ -87,13 +99,13 @@ class Kind:
         if len(self._latest) > WINDOW:
             self.ended.remove(self._latest.popleft())
 
-    def expected(self, grown: int) -> float:
-        """Growth at its end of one that has grown by so many tokens."""
-        count, mean = self.ended.beyond(grown)
-        if not count and self.ended.largest:
-            mean = SURPRISE * grown
+    def expected(self, grown: Ints) -> Floats:
+        """float64[n]: growth at their ends of those that have grown by int64[n] tokens."""
+        ended, running = self.ended.beyond(grown), self.running.beyond(grown)
+        if self.ended.largest:
+            ended = np.where(np.isnan(ended), SURPRISE * grown, ended)
         # Short ones end first: while few have, those that run tell more.
-        return max(grown, mean, self.running.beyond(grown)[1])
+        return np.fmax(np.fmax(ended, running), grown)
 
 
 @dataclass(slots=True, eq=False)
@@ -115,21 +127,6 @@ class Running:
     grown: int = 0
     away: bool = False
     left: bool = False
-
-    @property
-    def now(self) -> int:
-        """Blocks it has, its prompt's left out, and one for the token in flight."""
-        return _blocks(self.what.prompt % BLOCK_SIZE + self.grown) + 1
-
-    @property
-    def more(self) -> int:
-        """Blocks that it is expected to need further; others may grow while it is away."""
-        if self.away:
-            return 0
-        count, expected = self.siblings.ended.beyond(self.grown)
-        if count < OWN_ENDS:
-            expected = self.kind.expected(self.grown)
-        return max(0, _blocks(min(int(expected), self.what.longest - self.what.prompt) - self.grown))
 
 
 class KvBudget:
@@ -170,7 +167,7 @@ class KvBudget:
         """
         running = self._running[key]
         running.kind.running.remove(running.grown)
-        running.grown, running.away = tokens - running.what.prompt, wait >= LONG_WAIT
+        running.grown, running.away = max(0, tokens - running.what.prompt), wait >= LONG_WAIT
         running.kind.running.add(running.grown)
         return running.away
 
@@ -215,21 +212,38 @@ class KvBudget:
 
         That each alone is off was measured: the first holds back a fifth that would have fitted, the second drops KV.
         """
-        needs = sorted(((one.more, one) for one in running), key=lambda need: -need[0])
-        used = together = at_one_pace = 0
-        prompts = set()
-        for count, (more, one) in enumerate(needs, 1):
-            used += one.now
-            if id(one.siblings) not in prompts:
-                prompts.add(id(one.siblings))
-                used += one.siblings.shared
-            together += more
-            at_one_pace = max(at_one_pace, used + count * more)
+        grown = np.array([one.grown for one in running])
+        away = np.array([one.away for one in running])
+        now = _blocks(np.array([one.what.prompt % BLOCK_SIZE for one in running]) + grown) + 1
+        more = np.where(away, 0, _blocks(np.maximum(0, _expected(running, grown).astype(np.int64) - grown)))
+        shared, group = np.array([(one.siblings.shared, id(one.siblings)) for one in running]).T
+        order = np.argsort(-more, kind="stable")
+        _, first = np.unique(group[order], return_index=True)
+        used = now[order]
+        used[first] += shared[order][first]
+        used = used.cumsum()
+        together = used[-1] + more.sum()
+        at_one_pace = (used + np.arange(1, len(running) + 1) * more[order]).max()
         # What stays with environments for long is held up to a share of the pool only.
-        away = sum(one.now + one.siblings.shared // one.siblings.running for one in running if one.away)
-        surplus = max(0, away - self._pool // AWAY_SHARE)
-        return (used + together + at_one_pace) // 2 <= self._pool + surplus
+        siblings = np.array([max(1, one.siblings.running) for one in running])
+        surplus = max(0, (now + shared // siblings)[away].sum() - self._pool // AWAY_SHARE)
+        return bool((together + at_one_pace) // 2 <= self._pool + surplus)
 
 
-def _blocks(tokens: int) -> int:
+def _expected(running: list[Running], grown: Ints) -> Floats:
+    """float64[n]: tokens over its prompt that each is expected to end with."""
+    expected = grown.astype(np.float64)
+    kinds = np.array([id(one.kind) for one in running])
+    for kind in {id(one.kind): one.kind for one in running}.values():
+        mine = kinds == id(kind)
+        expected[mine] = kind.expected(grown[mine])
+    for i, one in enumerate(running):
+        if len(one.siblings.ended) >= OWN_ENDS and not np.isnan(mean := one.siblings.ended.beyond(grown[i : i + 1])[0]):
+            expected[i] = mean
+    most = np.array([one.what.longest - one.what.prompt for one in running])
+    least: Floats = np.minimum(expected, most)
+    return least
+
+
+def _blocks(tokens: N) -> N:
     return -(-tokens // BLOCK_SIZE)

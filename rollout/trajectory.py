@@ -143,7 +143,9 @@ class Trajectory:
         if self._room() <= 0:
             return self._overflow()
         limit = self._spec.group.max_staleness
-        oldest = min((version for tokens in self._all() if (version := tokens.oldest_version) is not None), default=None)
+        oldest = min(
+            (version for tokens in self._all() if (version := tokens.oldest_version) is not None), default=None
+        )
         if oldest is not None and limit is not None and serving_version - oldest > limit:
             return End("abort_stale")
         return None

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -42,16 +43,23 @@ def learned(kv_tokens: int, *grown: int) -> KvBudget:
 # What is expected.
 
 
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, np.int64)
+
+
+def expected(kind: Kind, grown: int) -> float:
+    return float(kind.expected(ints(grown))[0])
+
+
 def test_growths_beyond_a_point() -> None:
     growths = Growths()
     for grown in (5, 1, 9, 5):
         growths.add(grown)
-    assert growths.beyond(0) == (4, 5.0)
-    assert growths.beyond(5) == (1, 9.0)
-    assert growths.beyond(9) == (0, 0.0)
+    np.testing.assert_array_equal(growths.beyond(ints(0, 1, 5, 9)), [5.0, 19 / 3, 9.0, np.nan])
     growths.remove(9)
     growths.remove(5)
-    assert (growths.beyond(1), growths.largest) == ((1, 5.0), 5)
+    np.testing.assert_array_equal(growths.beyond(ints(1, 5)), [5.0, np.nan])
+    assert (growths.largest, len(growths)) == (5, 2)
 
 
 def test_the_latest_ends_count_and_older_ones_are_forgotten() -> None:
@@ -60,7 +68,7 @@ def test_the_latest_ends_count_and_older_ones_are_forgotten() -> None:
         kind.end(1000)
     for _ in range(WINDOW):
         kind.end(10)
-    assert kind.expected(0) == 10
+    assert expected(kind, 0) == 10
     assert kind.largest == 10
 
 
@@ -68,18 +76,18 @@ def test_what_has_outgrown_the_short_ones_is_expected_to_end_like_the_long_ones(
     kind = Kind()
     for grown in (10, 10, 10, 110):
         kind.end(grown)
-    assert kind.expected(0) == 35
-    assert kind.expected(10) == 110
-    assert kind.expected(110) == 137.5, "longer than all: a quarter more"
+    assert expected(kind, 0) == 35
+    assert expected(kind, 10) == 110
+    assert expected(kind, 110) == 137.5, "longer than all: a quarter more"
 
 
 def test_where_nothing_has_ended_those_that_run_tell() -> None:
     kind = Kind()
-    assert kind.expected(0) == 0
+    assert expected(kind, 0) == 0
     for grown in (0, 40, 60):
         kind.running.add(grown)
-    assert kind.expected(0) == 50
-    assert kind.expected(60) == 60
+    assert expected(kind, 0) == 50
+    assert expected(kind, 60) == 60
 
 
 def test_that_short_ones_end_first_deceives_nobody() -> None:
@@ -87,7 +95,7 @@ def test_that_short_ones_end_first_deceives_nobody() -> None:
     kind.end(10)
     for _ in range(7):
         kind.running.add(500)
-    assert kind.expected(0) == 500
+    assert expected(kind, 0) == 500
 
 
 # Who may start.
@@ -160,6 +168,15 @@ def test_more_start_as_the_first_come_near_their_ends() -> None:
     for i in range(9):
         budget.grew(f"{i}", 160 + (150 if i < 6 else 0))
     assert budget.may_start(candidate("next")), "six are about to end, before it has grown"
+
+
+def test_a_trajectory_that_begins_anew_shorter_than_its_prompt_has_not_grown() -> None:
+    budget = KvBudget(3200)
+    budget.start(candidate("branched", prompt=160))
+    budget.grew("branched", 320)
+    budget.grew("branched", 100)
+    assert budget._running["branched"].grown == 0
+    assert budget.may_go_on("branched")
 
 
 def test_growth_beyond_expectation_stops_the_next_ones() -> None:
