@@ -156,6 +156,9 @@ class WorkerConfig(BaseSettings):
         None, "metrics", "serve /metrics (Prometheus), /healthz and /readyz here; 0: any free port", ge=0, lt=2**16
     )
     metrics_host: str = option("127.0.0.1", "metrics", "interface of --metrics-port; 0.0.0.0 for other machines")
+    self_check: bool = option(
+        False, "metrics", "score one trajectory of each round again and report how far its logprobs are off"
+    )
     live_line: bool = option(True, "metrics", "one line of what goes on, where stderr is a terminal")
     wandb_project: str | None = option(None, "metrics", "also draw the numbers in this W&B project (extra: wandb)")
     wandb_mode: Literal["auto", "online", "offline", "disabled"] = option(

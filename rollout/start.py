@@ -62,7 +62,12 @@ def run_worker(config: WorkerConfig, load: Callable[[WorkerConfig], Loaded]) -> 
     try:
         with contextlib.closing(_open_places(config)) as places:
             loaded = load(config)
-            metrics = Metrics(places, Gauges(loaded.processes, loaded.gpu_bytes), interval=config.metrics_interval)
+            metrics = Metrics(
+                places,
+                Gauges(loaded.processes, loaded.gpu_bytes),
+                interval=config.metrics_interval,
+                self_check=config.self_check,
+            )
             loop = asyncio.new_event_loop()
             try:
                 return loop.run_until_complete(_serve(config, channel, loaded, metrics))
