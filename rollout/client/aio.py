@@ -172,7 +172,7 @@ class AsyncRolloutClient(GroupMaker):
         return await arun(
             calls.update_weights(
                 self._core,
-                os.fspath(path),
+                path,
                 version,
                 mode=mode,
                 drain_timeout=drain_timeout,
@@ -235,7 +235,7 @@ class AsyncRolloutClient(GroupMaker):
         return await arun(
             calls.prepare_weights(
                 self._core,
-                os.fspath(path),
+                path,
                 version,
                 update_id=update_id,
                 checksums=checksums,

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from protocols.errors import Internal, RolloutError
+from protocols.errors import BadRequest, Internal, RolloutError
 from protocols.fields import Group, Sampling
 from protocols.replies import (
     Ok,
@@ -132,7 +132,7 @@ def cancel(
 
 def prepare_weights(
     core: Core,
-    path: str,
+    path: str | os.PathLike[str],
     version: int,
     *,
     update_id: str | None,
@@ -140,6 +140,8 @@ def prepare_weights(
     force: bool,
     timeout: float,
 ) -> Steps[WeightsPrepared]:
+    if not isinstance(path, str | os.PathLike):
+        raise BadRequest(f"must be a path, not {type(path).__name__}: a live model goes to push_weights", field="path")
     message = checked(
         PrepareWeightsRequest,
         id=core.new_id(),
@@ -177,7 +179,7 @@ def commit_weights(
 
 def update_weights(
     core: Core,
-    path: str,
+    path: str | os.PathLike[str],
     version: int,
     *,
     mode: Mode,

@@ -33,6 +33,10 @@ V = TypeVar("V", bound=Value)
 
 def int32(ids: Any, field: str) -> npt.NDArray[np.int32]:
     """int32[L] of token ids, copied unless they are that already. Raises BadRequest naming `field`."""
+    if isinstance(ids, str):
+        raise BadRequest(
+            "must be token ids, not text: encode it by the model's tokenizer, or give messages", field=field
+        )
     try:
         array = np.asarray(ids)
     except (ValueError, TypeError, OverflowError) as error:
@@ -182,7 +186,9 @@ class GroupMaker:
         if n < 1:
             raise BadRequest(f"must be at least 1, not {n}", field="n")
         if (prompt_ids is None) == (messages is None):
-            raise BadRequest("give either prompt_ids or messages", field="prompt_ids" if messages is None else "messages")
+            raise BadRequest(
+                "give either prompt_ids or messages", field="prompt_ids" if messages is None else "messages"
+            )
         prompt = int32([] if prompt_ids is None else prompt_ids, "prompt_ids")
         if messages is None and not len(prompt):
             raise BadRequest("must not be empty", field="prompt_ids")
@@ -254,6 +260,8 @@ def _environment(
         raise BadRequest("must be a name (its configuration goes into config=) or an Environment", field="environment")
     if script is not None and name != "scripted":
         raise BadRequest(f"environment {name!r} takes no script", field="script")
+    if config and environment is None:
+        raise BadRequest("is of an environment, and none is named", field="config")
     entries = tuple(
         entry if isinstance(entry, ScriptedTurn) else turn(int32(entry, f"script[{k}]"))
         for k, entry in enumerate(script or ())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import operator
 import os
 import re
 import secrets
@@ -51,8 +52,12 @@ class PushedWeights:
         self._lock = threading.Lock()
 
     def write(self, weights: Weights, version: int, directory: str | os.PathLike[str] | None) -> Path:
-        """Raises WeightsInvalid (a tensor that cannot be handed over, by name), BadRequest (nobody else could read
-        the directory), OSError (the disk). Nothing is left behind then."""
+        """Raises WeightsInvalid (a tensor that cannot be handed over, by name), BadRequest (an argument), OSError (the
+        disk). Nothing is left behind then."""
+        try:
+            version = operator.index(version)
+        except TypeError:
+            raise BadRequest(f"must be an int, not {type(version).__name__}", field="version") from None
         path = self._root(directory) / f"{next(self._numbers):06d}-version-{version}"
         partial = path.with_name(f".{path.name}")
         try:
@@ -164,7 +169,10 @@ def hf_tensors(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
     # Both are held to the end: while they live, no other tensor has their addresses.
     embedding: torch.Tensor | None = None
     head: torch.Tensor | None = None
-    for given, tensor in _pairs(weights):
+    for pair in _pairs(weights):
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise BadRequest(f"must be (name, tensor) pairs: found a {type(pair).__name__}", field="weights")
+        given, tensor = pair
         name = hf_name(given)
         if name in seen:
             raise WeightsInvalid(f"{seen[name]} and {given} are both {name}", field=name)
@@ -205,7 +213,7 @@ def hf_name(name: str) -> str:
     return ".".join(parts)
 
 
-def _pairs(weights: Any) -> Iterable[tuple[str, Any]]:
+def _pairs(weights: Any) -> Iterable[Any]:
     if hasattr(weights, "state_dict"):
         weights = weights.state_dict()
     if isinstance(weights, Mapping):

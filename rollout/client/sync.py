@@ -177,7 +177,7 @@ class RolloutClient(GroupMaker):
         return run(
             calls.update_weights(
                 self._core,
-                os.fspath(path),
+                path,
                 version,
                 mode=mode,
                 drain_timeout=drain_timeout,
@@ -240,7 +240,7 @@ class RolloutClient(GroupMaker):
         return run(
             calls.prepare_weights(
                 self._core,
-                os.fspath(path),
+                path,
                 version,
                 update_id=update_id,
                 checksums=checksums,

@@ -191,6 +191,7 @@ def test_an_environment_may_be_given_whole(group: Callable[..., Group]) -> None:
         ({"metadata": {1: 2}}, "metadata"),
         ({"prompt_source": [0, 1]}, "prompt_source"),
         ({"environment": "x", "script": [[1]]}, "script"),
+        ({"config": {"hidden": 3}}, "config"),
         ({"environment": Environment(), "script": [[1]]}, "environment"),
         ({"environment": {"name": "x"}}, "environment"),
         ({"script": [turn([1]), [1.5]]}, "script[1]"),

@@ -124,6 +124,12 @@ def test_what_holds_no_tensors_at_all(weights: Any) -> None:
         list(hf_tensors(weights))
 
 
+def test_tensors_without_names() -> None:
+    with pytest.raises(BadRequest, match="found a Parameter") as caught:
+        list(hf_tensors(torch.nn.Linear(2, 2).parameters()))  # type: ignore[arg-type]
+    assert caught.value.field == "weights"
+
+
 def test_a_head_that_is_the_embedding_is_left_out_wherever_it_comes() -> None:
     shared = torch.rand(6, 4)
     for pairs in ([(EMBEDDING, shared), (HEAD, shared)], [(HEAD, shared), (EMBEDDING, shared)]):
@@ -252,6 +258,23 @@ def test_a_dropped_client_leaves_nothing(tmp_path: Path) -> None:
         assert len(list(tmp_path.iterdir())) == 1
         del client
         assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("version", ["step-1", 1.0, None, torch.nn.Linear(2, 2)])
+def test_a_version_that_is_no_int_is_refused_before_anything_is_written(tmp_path: Path, version: Any) -> None:
+    with pytest.raises(BadRequest, match=f"must be an int, not {type(version).__name__}") as caught:
+        PushedWeights(HERE).write(tensors(), version, tmp_path)
+    assert caught.value.field == "version"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_each_call_knows_what_belongs_to_the_other() -> None:
+    with worker() as served, RolloutClient(served.address, timeout=10.0) as client:
+        with pytest.raises(BadRequest, match="push_weights") as caught:
+            client.update_weights(torch.nn.Linear(2, 2), 1)  # type: ignore[arg-type]
+        assert caught.value.field == "path"
+        with pytest.raises(BadRequest, match="update_weights"):
+            client.push_weights("/a/checkpoint", 1)  # type: ignore[arg-type]
 
 
 def test_nothing_is_written_without_a_worker_or_by_a_closed_client(tmp_path: Path) -> None:

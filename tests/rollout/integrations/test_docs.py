@@ -23,7 +23,7 @@ from tests.rollout.workers import served, worker
 
 ROOT = Path(__file__).parents[3]
 TEXT = (ROOT / "docs" / "trainers.md").read_text()
-GRPO, ASYNC, STEP, *SIX = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+GRPO, ASYNC, STEP, LOCAL, *SIX = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 ENV = f"guess={Sometimes.__module__}:{Sometimes.__name__}"
 
 
@@ -148,7 +148,7 @@ def test_the_six_things(address: str, tmp_path: Path) -> None:
         assert errors["lost"] == []
 
 
-def test_the_step_trains(tmp_path: Path) -> None:
+def test_the_step_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Rewarding one token makes it likelier; the first ratio is 1, and so is every later one: all is on policy."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -170,7 +170,9 @@ def test_the_step_trains(tmp_path: Path) -> None:
         return rewards[-1]
 
     model.save_pretrained(tmp_path / "start")
-    scope: dict[str, Any] = {"reward": reward}
+    scope: dict[str, Any] = {"reward": reward, "model": model, "PATH": tmp_path / "start"}
+    exec(LOCAL, scope)
+    assert capsys.readouterr().out.splitlines()[-1] == "1"
     exec(STEP, scope)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     with (
