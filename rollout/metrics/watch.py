@@ -18,7 +18,9 @@ from rollout.metrics.live import sentence
 from rollout.metrics.places import Places
 from rollout.metrics.rounds import Rounds
 from rollout.metrics.row import TIME_AXIS, Row
+from rollout.metrics.self_check import SelfCheck
 from rollout.observer import Round
+from rollout.score import Scorer
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +35,7 @@ class Watched(Protocol):
 
     stopping: bool
     engine: AsyncEngine
+    scorer: Scorer
 
     def status(self, request_id: str) -> WorkerStatus: ...
 
@@ -56,13 +59,17 @@ def _harmless(method: Callable[P, None]) -> Callable[P, None]:
 
 
 class Metrics:
-    """An Observer. interval: seconds between two rows of gauges. Used on the worker's loop."""
+    """An Observer. interval: seconds between two rows of gauges. Used on the worker's loop.
 
-    def __init__(self, places: Places, gauges: Gauges, *, interval: float) -> None:
+    self_check: score a trajectory of each round again. That is work for the engine, in steps that others share.
+    """
+
+    def __init__(self, places: Places, gauges: Gauges, *, interval: float, self_check: bool = False) -> None:
         self._places = places
         self._gauges = gauges
         self._interval = interval
         self._rounds = Rounds()
+        self._check = SelfCheck(places.put) if self_check else None
         self._last: Beat | None = None
 
     # What happens.
@@ -74,6 +81,8 @@ class Metrics:
     @_harmless
     def trajectory_ended(self, batch: Round, record: Record, version: int) -> None:
         self._rounds.add(batch, record, version, time.monotonic())
+        if self._check is not None:
+            self._check.offer(batch, record, version)
         for segment in record.segments:
             for turn in segment.turns:
                 self._gauges.turn(turn)
@@ -84,6 +93,8 @@ class Metrics:
 
     @_harmless
     def batch_done(self, batch: Round) -> None:
+        if self._check is not None:
+            self._check.close(batch)
         if (values := self._rounds.close(batch)) is not None:
             self._places.put(Row("round", time.time(), values))
 
@@ -104,6 +115,9 @@ class Metrics:
     async def watch(self, service: Watched) -> None:
         """Until cancelled: a beat every second, gauges at once, every `interval` and at the end."""
         due = time.monotonic()
+        check = None
+        if self._check is not None:
+            check = asyncio.get_running_loop().create_task(self._check.run(service.scorer.score))
         try:
             while True:
                 self._beat(service)
@@ -112,6 +126,8 @@ class Metrics:
                     due = time.monotonic() + self._interval
                 await asyncio.sleep(min(BEAT_S, self._interval))
         finally:
+            if check is not None:
+                check.cancel()
             self._look(service)
 
     @_harmless
