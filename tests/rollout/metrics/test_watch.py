@@ -53,12 +53,12 @@ class Kept:
 class Watched:
     """A worker over a timed engine, with metrics whose places are in memory."""
 
-    def __init__(self, interval: float, patience: float) -> None:
+    def __init__(self, interval: float, patience: float, *, self_check: bool = False) -> None:
         self.place, self.lines = Kept(), Kept()
         self.health = Health(patience)
         feeds: tuple[Feed[Row], ...] = (Feed("a place", lambda: self.place),)
         self.places = Places(self.health, Latest(dict), feeds, Feed("the line", lambda: self.lines, capacity=1))
-        self.metrics = Metrics(self.places, Gauges((), 0), interval=interval)
+        self.metrics = Metrics(self.places, Gauges((), 0), interval=interval, self_check=self_check)
         self.worker: WorkerThread
         self._task: asyncio.Task[None]
 
