@@ -185,6 +185,9 @@ class WorkerConfig(BaseSettings):
             raise ValueError("--curve-clients needs --curve-secret")
         if not self.bind.startswith(("tcp://", "ipc://")):
             raise ValueError(f"--bind {self.bind} must read tcp://HOST:PORT or ipc://PATH")
+        port = re.fullmatch(r"tcp://.*:(\d+)", self.bind)
+        if port is not None and int(port[1]) > 65535:
+            raise ValueError(f"--bind {self.bind}: a port is at most 65535")
         if self.curve_secret is None and not is_local(self.bind):
             raise ValueError(
                 f"--bind {self.bind} can be reached from other machines: give --curve-secret (a key pair is made by "

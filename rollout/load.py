@@ -9,7 +9,7 @@ import logging
 import os
 
 from engine.config import BLOCK_SIZE, EngineConfig
-from engine.errors import EngineError, OutOfMemory
+from engine.errors import EngineError
 from engine.handle import EngineHandle, EngineInfo
 from engine.model_config import ModelConfig, read_model_config
 from engine.process import ProcessEngine
@@ -18,6 +18,7 @@ from engine.recipe import EngineRecipe
 from engine.thread import ThreadEngine
 from protocols.fields import ModelInfo
 from rollout import gpu
+from rollout.advice import advice
 from rollout.chat.format import ChatFormat
 from rollout.config import WorkerConfig
 from rollout.environments.registry import Registry
@@ -72,8 +73,11 @@ def load(config: WorkerConfig) -> Loaded:
 
 
 def environments_of(config: WorkerConfig) -> Registry:
-    """Raises ValueError or ImportError, naming the option."""
-    return Registry.load(config.env, processes=config.env_processes, tools=config.tools)
+    """Raises ValueError, naming the option."""
+    try:
+        return Registry.load(config.env, processes=config.env_processes, tools=config.tools)
+    except SystemExit as error:
+        raise ValueError(f"--env: a module ended the interpreter as it was imported, with {error}") from None
 
 
 def engine_config_of(config: WorkerConfig, model: ModelConfig) -> EngineConfig:
@@ -95,23 +99,6 @@ def _say_of_gpus(config: WorkerConfig) -> None:
         log.warning(
             "there is a GPU, but %s; the model runs on the CPU (--device cpu says so without this line)", lacking
         )
-
-
-def advice(error: Exception) -> str:
-    """What went wrong in one sentence, with what to do about it."""
-    text = " ".join(str(error).split())
-    match error:
-        case OutOfMemory(field="kv_bytes" | "num_blocks"):
-            return f"{text}: give --kv-tokens or --kv-memory more, or lower --max-running or --max-step-tokens"
-        case OutOfMemory():
-            return f"{text}: lower --kv-tokens, --max-running, --max-step-tokens or --max-context, or free the device"
-        case EngineError(field="max_context"):
-            return f"{text}: lower --max-context"
-        case PermissionError():
-            return f"{error.filename}: this user may not read it; give it the permission, or start as another user"
-        case OSError() if error.filename is not None:
-            return f"{error.filename}: {error.strerror}"
-    return text
 
 
 def _processes(handle: EngineHandle) -> tuple[int, ...]:

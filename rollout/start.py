@@ -51,7 +51,9 @@ class Loaded:
 def run_worker(config: WorkerConfig, load: Callable[[WorkerConfig], Loaded]) -> int:
     """Bind, load, serve until a signal comes, drain. Returns the exit code; raises StartError."""
     lift_limit()
-    # The address first: that it is taken should not be learned after a minute of loading.
+    # What may be taken or not allowed first: that should not be learned after a minute of loading.
+    if config.ready_file is not None and not os.access(config.ready_file.parent, os.W_OK):
+        raise StartError(f"--ready-file {config.ready_file}: its directory is not there or cannot be written")
     try:
         curve = CurveKeys.load(config.curve_secret, config.curve_clients) if config.curve_secret else None
         channel = Channel(
@@ -109,7 +111,10 @@ async def _serve(config: WorkerConfig, channel: Channel, loaded: Loaded, metrics
             with contextlib.suppress(OSError, ValueError):
                 print("\n".join(lines), flush=True)
         if config.ready_file is not None:
-            write_ready_file(config.ready_file, address=channel.address, boot_id=service.boot_id)
+            try:
+                write_ready_file(config.ready_file, address=channel.address, boot_id=service.boot_id)
+            except OSError as error:
+                raise StartError(f"--ready-file {config.ready_file}: {error.strerror}") from None
         watching.append(asyncio.get_running_loop().create_task(metrics.watch(service)))
 
     watching: list[asyncio.Task[None]] = []

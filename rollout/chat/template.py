@@ -47,6 +47,8 @@ class ChatTemplate:
             config = {}
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
+        if not isinstance(config, dict):
+            raise ValueError(f"{path}: must hold an object")
         file = Path(checkpoint) / FILE
         written = file.read_text() if file.is_file() else config.get("chat_template")
         if written is None:

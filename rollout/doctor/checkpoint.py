@@ -11,6 +11,7 @@ from engine.free_memory import host_bytes
 from engine.kv_size import kv_bytes_per_block
 from engine.model_config import ModelConfig, read_model_config
 from rollout import gpu
+from rollout.advice import advice
 from rollout.chat.template import ChatTemplate
 from rollout.config import WorkerConfig
 from rollout.doctor.finding import Finding, gigabytes
@@ -25,7 +26,7 @@ def check(config: WorkerConfig) -> Iterator[Finding]:
         model = read_model_config(config.weights)
         wanted = engine_config_of(config, model)
     except (EngineError, ValueError, OSError) as error:
-        yield Finding("fail", "checkpoint", " ".join(str(error).split()))
+        yield Finding("fail", "checkpoint", advice(error))
         return
     if wanted.max_context > model.max_positions:
         yield Finding(
@@ -48,8 +49,8 @@ def check(config: WorkerConfig) -> Iterator[Finding]:
 def check_environments(config: WorkerConfig) -> Iterator[Finding]:
     try:
         names = environments_of(config).names
-    except Exception as error:  # whatever a module of somebody's raises as it is imported
-        yield Finding("fail", "environments", " ".join(str(error).split()))
+    except Exception as error:
+        yield Finding("fail", "environments", advice(error))
     else:
         yield Finding("ok", "environments", ", ".join(names))
 
@@ -69,7 +70,7 @@ def weights(config: WorkerConfig, model: ModelConfig) -> Iterator[Finding]:
                 file = stack.enter_context(SafetensorsFile(path))
                 found |= {entry.name: entry.shape for entry in file.entries}
     except EngineError as error:
-        yield Finding("fail", "weights", " ".join(str(error).split()))
+        yield Finding("fail", "weights", advice(error))
         return
     # Beside tied weights a head may stand in the file too.
     tied = {HEAD} if model.tied else set()
@@ -148,7 +149,7 @@ def text(config: WorkerConfig) -> Iterator[Finding]:
         tokenizer = Tokenizer.load(config.weights)
         template = ChatTemplate.load(config.weights)
     except (ValueError, OSError) as error:
-        yield Finding("fail", "tokenizer", " ".join(str(error).split()))
+        yield Finding("fail", "tokenizer", advice(error))
         return
     if tokenizer is None:
         yield Finding(

@@ -1,0 +1,38 @@
+"""What kept a worker from starting, in one sentence with what to do about it."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from engine.errors import EngineError, OutOfMemory, WeightsError
+
+CURES: Final = (
+    ("Git LFS pointer", "fetch it with git lfs pull"),
+    ("Permission denied", "let this user read it"),
+    ("cut short", "make the copy again"),
+    ("bytes, expected", "make the copy again"),
+    ("is missing", "make the copy again, or save it with its own config.json"),
+)
+"""What is said of a checkpoint, and what helps."""
+
+
+def advice(error: Exception) -> str:
+    """error: of options, of files or of the engine's build."""
+    text = " ".join(str(error).split())
+    match error:
+        case OutOfMemory(field="kv_bytes" | "num_blocks"):
+            return f"{text}: give --kv-tokens or --kv-memory more, or lower --max-running or --max-step-tokens"
+        case OutOfMemory(field="weights"):
+            return f"{text}: free some, or take a smaller model"
+        case OutOfMemory():
+            return f"{text}: lower --kv-tokens, --max-running, --max-step-tokens or --max-context, or free the device"
+        case WeightsError():
+            cure = next((cure for sign, cure in CURES if sign in text), None)
+            return f"--weights {text}{f': {cure}' if cure else ''}"
+        case EngineError(field="max_context"):
+            return f"{text}: lower --max-context"
+        case PermissionError() if error.filename is not None:
+            return f"{error.filename}: permission denied: let this user read it"
+        case OSError() if error.filename is not None:
+            return f"{error.filename}: {error.strerror}"
+    return text
