@@ -21,7 +21,8 @@ from engine.handle import EngineStats
 from engine.phases import PausableClock, PhaseTimes
 from engine.request import Completion, Failure, FinishReason, Int64Array, IntArray, Request
 from engine.results import live_results
-from engine.scheduler import OutOfBlocks, Scheduled, Scheduler
+from engine.scheduled import Scheduled
+from engine.scheduler import OutOfBlocks, Scheduler
 from engine.sequence import Sequence as Live
 from engine.step import EMPTY_SUPPORT, Runner, Ticket
 from engine.stop import StopChecks, StringMatcher

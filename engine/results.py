@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.request import BoolArray, FloatArray, Int64Array, IntArray
-from engine.scheduler import Scheduled
+from engine.scheduled import Scheduled
 from engine.sequence import Sequence
 from engine.slots import SlotTable
 from engine.step import NONFINITE, StepOutput

@@ -10,53 +10,18 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from dataclasses import dataclass
-
-import numpy as np
 
 from engine.block_pool import BlockPool
 from engine.config import BLOCK_SIZE, EngineConfig
 from engine.kv_holds import KvHolds
-from engine.request import Int64Array, IntArray
+from engine.request import Int64Array
+from engine.scheduled import Chunk, Scheduled, schedule
 from engine.sequence import Sequence
 from engine.slots import SlotTable
-from engine.step import ScoreChunk, SlotStart, StepPlan
 
 
 class OutOfBlocks(Exception):
     """The running rows need more blocks than are free; nothing was changed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A prefill row: `size` known ids of a sequence from position `start` on; `last`: up to its end."""
-
-    sequence: Sequence
-    slot: int
-    start: int
-    size: int
-    last: bool
-
-    @property
-    def num_prompt(self) -> int:
-        """How many of its ids are prompt ids (the rest was sampled before a preemption)."""
-        return max(0, min(self.start + self.size, self.sequence.prompt_len) - self.start)
-
-
-@dataclass(frozen=True, slots=True)
-class Scheduled:
-    """A plan with what is needed to read its results.
-
-    slots: int64[R], those of the plan. stints: int64[R], `SlotTable.stint` of each row. computed: int64[R],
-    positions with KV after the step.
-    """
-
-    plan: StepPlan
-    slots: Int64Array
-    stints: Int64Array
-    computed: Int64Array
-    admitted: tuple[Sequence, ...]
-    chunks: tuple[Chunk, ...]
 
 
 class Scheduler:
@@ -150,7 +115,7 @@ class Scheduler:
         for chunk in chunks:
             if chunk.last:
                 self._remove_from(self._prefilling, chunk.sequence)
-        return self._build(step, decode, tuple(admitted), tuple(chunks))
+        return schedule(self.table, step, decode, tuple(admitted), tuple(chunks))
 
     def step_done(self, step: int) -> None:
         """Launched steps up to `step` no longer touch any block."""
@@ -253,42 +218,6 @@ class Scheduler:
         size = min(len(sequence.ids) - start, budget)
         return Chunk(sequence, slot, start, size, start + size == len(sequence.ids))
 
-    def _build(
-        self, step: int, decode: Int64Array, admitted: tuple[Sequence, ...], chunks: tuple[Chunk, ...]
-    ) -> Scheduled:
-        table = self.table
-        slots, token_ids = decode, np.empty(0, np.int32)
-        query_lens = np.ones(len(decode) + len(chunks), np.int32)
-        samples = np.ones(len(query_lens), np.bool_)
-        if chunks:
-            slots = np.concatenate((decode, [c.slot for c in chunks]))
-            query_lens[len(decode) :] = [c.size for c in chunks]
-            samples[len(decode) :] = [c.last and c.sequence.budget > 0 for c in chunks]
-            token_ids = np.concatenate([c.sequence.ids[c.start : c.start + c.size] for c in chunks])
-        context_lens = table.computed[slots]
-        computed = context_lens + query_lens
-        block_indptr, block_ids = table.gather_blocks(slots, computed)
-        table.computed[slots] = computed
-        table.last_step[slots] = step
-        plan = StepPlan(
-            step=step,
-            starts=tuple(map(_slot_start, admitted)),
-            slots=slots.astype(np.int32),
-            num_decode=len(decode),
-            context_lens=context_lens.astype(np.int32),
-            query_lens=query_lens,
-            token_ids=token_ids,
-            block_indptr=block_indptr,
-            block_ids=block_ids,
-            samples=samples,
-            scores=tuple(
-                ScoreChunk(row, _targets(chunk))
-                for row, chunk in enumerate(chunks, len(decode))
-                if chunk.sequence.to_score
-            ),
-        )
-        return Scheduled(plan, slots, table.stint[slots], computed, admitted, chunks)
-
     def _vacate(self, sequence: Sequence, trusted: bool) -> None:
         """Empty its slot; its blocks are free once the last step that has its row is done."""
         last_step = int(self.table.last_step[sequence.slot])
@@ -320,18 +249,3 @@ class Scheduler:
 
 def _key(sequence: Sequence) -> tuple[int, int]:
     return sequence.key
-
-
-def _slot_start(sequence: Sequence) -> SlotStart:
-    request, slot = sequence.request, sequence.slot
-    assert slot is not None
-    return SlotStart(
-        slot, request.params, sequence.ids, sequence.sampled_mask(), request.logprob_modes, request.top_logprobs
-    )
-
-
-def _targets(chunk: Chunk) -> IntArray:
-    """The prompt ids after each query of a chunk; -1 past the prompt's end."""
-    prompt = chunk.sequence.request.token_ids
-    following = prompt[chunk.start + 1 : chunk.start + chunk.size + 1]
-    return np.concatenate((following, np.full(chunk.size - len(following), -1, np.int32)))

@@ -373,14 +373,14 @@ def _break(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
 
         monkeypatch.setattr(SlotTable, "enter", nameless)
     elif what == "published when launched":
-        build = Scheduler._build
+        decide = Scheduler.plan
 
-        def hasty(self: Scheduler, *args: Any) -> Any:
-            scheduled = build(self, *args)
-            self.publish(scheduled.plan.slots, scheduled.computed)
+        def hasty(self: Scheduler, step: int) -> Any:
+            if (scheduled := decide(self, step)) is not None:
+                self.publish(scheduled.slots, scheduled.computed)
             return scheduled
 
-        monkeypatch.setattr(Scheduler, "_build", hasty)
+        monkeypatch.setattr(Scheduler, "plan", hasty)
     else:
         monkeypatch.setattr(BlockPool, "num_unheld", lambda _self, _blocks: 0)
         monkeypatch.setattr(BlockPool, "acquire", lambda _self, _blocks: None)
