@@ -2,7 +2,7 @@
 
     python -m bench.step_profile --weights DIR [--points 1x576 64x768 256x768] [--json FILE]
 
-A point is rows x context. Kernels are timed by torch's profiler over a few steps of the running engine, the step's
+A point is rows x context; `p` before it is the prefill of these rows, in one step. Kernels are timed by torch's profiler over a few steps of the running engine, the step's
 length by the clock over others, without it; what the kernels do not fill are the gaps.
 """
 
@@ -12,8 +12,10 @@ import argparse
 import re
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
@@ -37,41 +39,69 @@ def part(name: str) -> str:
     return next((part for part, pattern in PARTS.items() if re.search(pattern, name)), "other")
 
 
-def measure(loaded: LoadedEngine, rows: int, context: int, seed: int) -> dict[str, float]:
-    """Milliseconds of a step: the whole, by part, and the gaps."""
-    engine = loaded.engine
-    generator = torch.Generator().manual_seed(seed)
+def submit(loaded: LoadedEngine, rows: int, context: int, name: str) -> None:
+    """Requests of `context` random ids, long enough for every step that is measured."""
     for row in range(rows):
-        prompt = torch.randint(0, loaded.model_config.vocab_size, (context,), generator=generator).int().numpy()
-        engine.add(Request(f"{seed}.{row}", prompt, 4 * STEPS, SamplingParams(seed=row)))
-    before = engine.stats().sampled_tokens_total
-    while engine.stats().sampled_tokens_total < before + rows:
+        ids = np.random.default_rng((len(name), row)).integers(0, loaded.model_config.vocab_size, context, np.int32)
+        params = SamplingParams(seed=row)
+        loaded.engine.add(Request(f"{name}.{row}", ids, 4 * STEPS, params))
+
+
+def finish(loaded: LoadedEngine) -> None:
+    for request in loaded.engine.live_requests():
+        loaded.engine.abort(request.id, "abort_client")
+    while loaded.engine.has_work:
+        loaded.engine.step()
+
+
+def decode(loaded: LoadedEngine, rows: int, context: int) -> Callable[[], None]:
+    """Steps that only decode: called again and again, each call is one more of them."""
+    engine = loaded.engine
+    computed = engine.stats().computed_prompt_tokens_total
+    submit(loaded, rows, context, "decode")
+    while engine.stats().computed_prompt_tokens_total < computed + rows * context:
         engine.step()
-    engine.drain()
     for _ in range(4):
         engine.step()
+
+    def once() -> None:
+        engine.step()
+
+    return once
+
+
+def prefill(loaded: LoadedEngine, rows: int, context: int) -> Callable[[], None]:
+    """A call is one step that prefills all rows."""
+
+    def once() -> None:
+        submit(loaded, rows, context, "prefill")
+        loaded.engine.step()
+        finish(loaded)
+
+    once()
+    return once
+
+
+def measure(step: Callable[[], None], steps: int) -> dict[str, float]:
+    """Milliseconds of a step: the whole, by part, and the gaps."""
     torch.cuda.synchronize()
     start = time.perf_counter()
-    for _ in range(STEPS):
-        engine.step()
+    for _ in range(steps):
+        step()
     torch.cuda.synchronize()
-    step_ms = (time.perf_counter() - start) * 1e3 / STEPS
+    step_ms = (time.perf_counter() - start) * 1e3 / steps
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-        for _ in range(STEPS):
-            engine.step()
+        for _ in range(steps):
+            step()
         torch.cuda.synchronize()
     times: Counter[str] = Counter()
     names: Counter[str] = Counter()
     for event in recorded.events():
         if event.device_type == DeviceType.CUDA:
-            times[part(event.name)] += event.device_time_total / 1e3 / STEPS
-            names[event.name] += event.device_time_total / 1e3 / STEPS
+            times[part(event.name)] += event.device_time_total / 1e3 / steps
+            names[event.name] += event.device_time_total / 1e3 / steps
     for name, ms in names.most_common(12):
         print(f"    {ms:7.3f} ms {part(name):10} {name[:90]}")
-    for request in engine.live_requests():
-        engine.abort(request.id, "abort_client")
-    while engine.has_work:
-        engine.step()
     # Of one row, launches overlap and wait inside each other: their times add up to more than the step.
     return {"step_ms": step_ms} | dict(times) | {"gaps": step_ms - sum(times.values())}
 
@@ -79,22 +109,32 @@ def measure(loaded: LoadedEngine, rows: int, context: int, seed: int) -> dict[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", type=Path, required=True)
-    parser.add_argument("--points", nargs="+", default=["1x576", "8x320", "64x768", "256x768"], metavar="ROWSxCONTEXT")
+    parser.add_argument(
+        "--points",
+        nargs="+",
+        default=["1x576", "8x320", "64x768", "256x768", "p1x512", "p16x1024"],
+        metavar="ROWSxCONTEXT",
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    points = [tuple(map(int, point.split("x"))) for point in args.points]
+    points = [(point[0] == "p", *map(int, point.removeprefix("p").split("x"))) for point in args.points]
     config = EngineConfig(
-        max_running=max(rows for rows, _ in points),
+        max_running=max(rows for _, rows, _ in points),
         max_step_tokens=16384,
-        max_context=max(context for _, context in points) + 8 * STEPS,
+        max_context=max(context for *_, context in points) + 8 * STEPS,
         prefix_cache=False,
     )
     loaded = load_engine(args.weights, config, dtype="bfloat16", device="cuda")
     found = []
-    for seed, (rows, context) in enumerate(points):
-        row = measure(loaded, rows, context, seed)
-        print(f"{rows:4} x {context:5}: " + ", ".join(f"{name} {ms:.3f}" for name, ms in row.items()), flush=True)
-        found.append({"rows": rows, "context": context} | row)
+    for is_prefill, rows, context in points:
+        if is_prefill:
+            row = measure(prefill(loaded, rows, context), 3)
+        else:
+            row = measure(decode(loaded, rows, context), STEPS)
+            finish(loaded)
+        kind = "prefill" if is_prefill else "decode"
+        print(f"{kind} {rows} x {context}: " + ", ".join(f"{name} {ms:.3f}" for name, ms in row.items()), flush=True)
+        found.append({"kind": kind, "rows": rows, "context": context} | row)
     if args.json:
         where = {"device": device_name("cuda"), "commit": commit(), "clean": clean(), "versions": versions()}
         write(where | {"model": args.weights.name, "points": found}, args.json)

@@ -211,5 +211,12 @@ def test_rows_that_read_their_prompt_together_are_near_rows_that_read_it_alone(
     monkeypatch.setattr(CudaInput, "_runs", none)
     apart = serve(apart_engine, *requests)
     assert max(runs) == 2
+    whole = np.concatenate((prompts["00"], apart["00"].token_ids))
+    noise = bf16_error(qwen3, whole, Reference(qwen3).logprobs(whole)[1:]).mean()
+    distances = []
     for name, completion in together.items():
-        assert_near(completion, apart[name])
+        same = np.argmin(np.append(completion.token_ids == apart[name].token_ids, False))
+        assert same > 0
+        distances.append(np.abs(logprobs(completion)[:same] - logprobs(apart[name])[:same]).mean())
+    print(f"together and apart: {np.mean(distances):.4f}, transformers bf16 to float32: {noise:.4f}")
+    assert np.mean(distances) <= 1.25 * noise / 2

@@ -41,7 +41,7 @@ def request(number: int) -> Request:
 def run(path: Path, *, overlap: bool) -> tuple[dict[str, Completion], set[str], int]:
     """Completions by name, those that were to be aborted, and the preemptions."""
     config = EngineConfig(max_running=24, max_step_tokens=128, max_context=400, overlap=overlap)
-    loaded = load_engine(path, config, dtype="bfloat16", device="cuda", num_blocks=240)
+    loaded = load_engine(path, config, dtype="bfloat16", device="cuda", num_blocks=120)
     engine = loaded.engine
     ended: dict[str, Completion] = {}
     aborted: set[str] = set()
@@ -69,6 +69,7 @@ def run(path: Path, *, overlap: bool) -> tuple[dict[str, Completion], set[str], 
     return ended, aborted, stats.preemptions_total
 
 
+@pytest.mark.stress
 def test_ten_thousand_steps_with_and_without_overlap(table: Path) -> None:
     on, aborted_on, preempted = run(table, overlap=True)
     off, aborted_off, _ = run(table, overlap=False)
