@@ -206,6 +206,25 @@ def test_the_command_serves_a_checkpoint_and_says_when_it_is_ready(checkpoint: P
     assert code == 0
 
 
+def test_json_logs_are_objects_from_the_first_line_to_the_last_the_engine_process_s_too(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    arguments = ("--weights", str(checkpoint), "--max-running", "8", "--kv-tokens", "1000", "--log-format", "json")
+    worker = WorkerProcess("rollout", *arguments, "--engine-process", "process", folder=tmp_path)
+    try:
+        worker.wait_ready(120)
+        worker.process.terminate()
+        assert worker.wait() == 0
+        lines = [json.loads(line) for line in worker.log.splitlines()]
+    finally:
+        worker.kill()
+    assert {"engine.child", "engine.progress", "rollout.start"} <= {line["logger"] for line in lines}
+    (ready,) = [line["fields"] for line in lines if line["message"] == "ready"]
+    assert (ready["address"], ready["KV cache"].split()[0]) == (worker.address, "1008")
+    assert sum(size for tag, size in ready["memory"]["cpu"].items() if tag == "kv pool") == 64 * 16384
+    assert 0 < ready["seconds"] < 120
+
+
 def test_environments_are_found_in_the_working_directory(tmp_path: Path) -> None:
     (tmp_path / "here.py").write_text(
         "from rollout.environments.base import Environment, Step\n"
