@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bench import metrics
-from bench.metrics import GROUP, cost, pairs, tokens_per_s, worker
+from bench.metrics import GROUP, cost, pairs, speed, worker
 
 
 def test_the_cost_is_the_median_over_pairs_with_an_interval_around_it() -> None:
@@ -19,14 +19,16 @@ def test_the_cost_is_the_median_over_pairs_with_an_interval_around_it() -> None:
 
 def test_pairs_take_turns_in_being_first_and_the_first_pair_only_warms_up(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(metrics, "tokens_per_s", lambda client, *_: asked.append(client) or len(asked))
+    monkeypatch.setattr(metrics, "speed", lambda client, *_: asked.append(client) or len(asked))
     on, off = object(), object()
     assert list(pairs(on, off, 2, 8)) == [(3, 4), (6, 5)]  # type: ignore[arg-type]
     assert asked == [off, on, on, off, off, on]
 
 
 def test_the_worker_that_nobody_watches_works_and_writes_nothing(tiny: Path, tmp_path: Path) -> None:
-    with worker("bench.unwatched", tiny, tmp_path / "off", "--metrics-file", str(tmp_path / "m.jsonl")) as client:
-        assert tokens_per_s(client, GROUP, 1) > 0
+    with worker("bench.unwatched", tiny, tmp_path / "off", "--metrics-file", str(tmp_path / "m.jsonl")) as running:
+        found = speed(running, GROUP, 1)
+        assert found.wall > 0
+        assert found.cpu > 0
     assert not (tmp_path / "m.jsonl").exists()
     assert "INFO" not in (tmp_path / "off" / "log").read_text()
