@@ -50,4 +50,4 @@ gpu-test:  ## run the GPU and kernel tests with the interpreter at hand (it must
 	$(PYTHON) -m pytest -m "not stress" tests/gpu tests/engine/kernels
 
 clean:  ## remove the environment and caches
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf rollout-metrics .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
