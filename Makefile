@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: help demo chat test check format bench report stress gpu-test clean
+.PHONY: help demo agent chat test check format bench report stress gpu-test clean
 
 help:  ## say what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -19,6 +19,9 @@ help:  ## say what can be made
 
 demo: .venv/installed  ## train an agent through a real worker on the CPU (under 4 minutes)
 	$(BIN)/python -m examples.find_number
+
+agent: .venv/installed  ## watch SmolLM2 use two tools through a real worker (fetches 93 MB once)
+	$(BIN)/python -m examples.agent
 
 chat: .venv/installed  ## hold a two-turn chat with SmolLM2 through a real worker (fetches 93 MB once)
 	$(BIN)/python -m examples.smollm2
