@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
+
 from bench.workloads import Job, Turn
 from rollout.environments.base import Context, Environment, Step, TurnResult
 
@@ -10,7 +13,7 @@ PLUGIN = "forced=bench.environment:ForcedTurns"
 
 
 class ForcedTurns(Environment):
-    """config: `turns`, [appended, sampled] of each; `seed`, the job's."""
+    """config: `turns`, [appended, sampled] of each; `seed`, the job's; `wait`, mean seconds before an answer."""
 
     on_length = "continue"
     fixed_turns = True
@@ -19,8 +22,12 @@ class ForcedTurns(Environment):
         turns = tuple(Turn(*turn) for turn in context.config["turns"])
         self._job = Job(0, context.sample_index, turns, context.config["seed"])
         self._vocab_size = context.vocab_size
+        self._wait = context.config["wait"]
+        self._chance = random.Random(f"{self._job.seed}.{context.sample_index}")
 
     async def step(self, turn: TurnResult) -> Step:
+        if self._wait:
+            await asyncio.sleep(self._chance.expovariate(1 / self._wait))
         following = turn.index + 1
         if following == len(self._job.turns):
             return Step(done=True)

@@ -44,11 +44,15 @@ START_S = 600.0
 
 
 class WorkerDriver:
-    """Runs workloads through one client. remote: turns are answered from here, else by the worker's environment."""
+    """Runs workloads through one client. remote: turns are answered from here, else by the worker's environment.
 
-    def __init__(self, client: AsyncRolloutClient, remote: bool) -> None:
+    wait: mean seconds, exponential, that the environment takes for an answer.
+    """
+
+    def __init__(self, client: AsyncRolloutClient, remote: bool, wait: float = 0.0) -> None:
         self._client = client
         self._remote = remote
+        self._wait = wait
 
     def __call__(self, workload: Workload, seed: int) -> Run:
         return asyncio.run(self._run(workload, seed))
@@ -73,7 +77,8 @@ class WorkerDriver:
         if len(job.turns) > 1 and self._remote:
             environment = Environment(name="remote")
         elif len(job.turns) > 1:
-            config = {"turns": [[turn.appended, turn.sampled] for turn in job.turns], "seed": job.seed}
+            turns = [[turn.appended, turn.sampled] for turn in job.turns]
+            config = {"turns": turns, "seed": job.seed, "wait": self._wait}
             environment = Environment(name=PLUGIN.partition("=")[0], config=config)
         return self._client.group(
             job.appended(0, vocab_size),
@@ -120,7 +125,7 @@ def serve(works: list[Workload], args: argparse.Namespace, model: ModelConfig) -
     """Measure these workloads on the worker named, or on one that is started for them."""
     # A client that looks at the GPU takes a little of its memory: before the worker plans with what is free.
     bandwidth = COPY_BANDWIDTH.get(device_name(args.device))
-    settings: dict[str, Any] = {"turns": args.turns}
+    settings: dict[str, Any] = {"turns": args.turns, "wait": args.wait}
     if args.address is not None:
         return _measure(works, args, model, args.address, settings, bandwidth)
     config = engine_config(works, args)
@@ -142,7 +147,7 @@ def _measure(
     bandwidth: float | None,
 ) -> list[dict[str, Any]]:
     reads = Reads.of(model, DTYPES[args.dtype].itemsize)
-    drive = WorkerDriver(AsyncRolloutClient(address, name="bench"), remote=args.turns == "continue")
+    drive = WorkerDriver(AsyncRolloutClient(address, name="bench"), remote=args.turns == "continue", wait=args.wait)
     results = []
     for work in works:
         result = record("rollout-worker", "zmq", work, model, args.device, args.dtype, settings)
@@ -157,6 +162,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser(__doc__)
     options.add_argument("--address", help="of a worker that runs already, on this machine, with these weights")
     options.add_argument("--turns", choices=["environment", "continue"], default="environment", help="who answers")
+    options.add_argument("--wait", type=float, default=0.0, help="mean seconds that the environment takes to answer")
     args = options.parse_args(argv)
     model = read_model_config(args.weights)
     results = [result for works in by_prefix_cache(chosen(args)) for result in serve(works, args, model)]

@@ -5,6 +5,7 @@ import importlib
 from typing import Any
 
 import numpy as np
+import pytest
 
 from bench.environment import PLUGIN, ForcedTurns
 from bench.workloads import Turn, Workload, jobs
@@ -34,10 +35,11 @@ async def never(_: TurnResult) -> Any:
     raise AssertionError("nobody is to be asked")
 
 
-def test_it_says_what_the_job_says_one_turn_at_a_time() -> None:
+@pytest.mark.parametrize("wait", [0.0, 0.001])
+def test_it_says_what_the_job_says_one_turn_at_a_time(wait: float) -> None:
     workload = Workload("w", ((Turn(4, 3), Turn(5, 6), Turn(7, 8)),), samples=2)
     job = jobs(workload, 3)[1]
-    config = {"turns": [[turn.appended, turn.sampled] for turn in job.turns], "seed": job.seed}
+    config = {"turns": [[turn.appended, turn.sampled] for turn in job.turns], "seed": job.seed, "wait": wait}
     context = Context("t", "g", 1, 0, np.zeros(4, np.int32), VOCAB, 64, never, config=config)
 
     async def play() -> None:
