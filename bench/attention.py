@@ -12,7 +12,6 @@ replays. The second table is of groups: n samples that share the pages of one pr
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
+from bench.report_fields import clean, commit, device_name, versions, write
 from engine.attention.shared import Runs, find_runs, no_runs
 from engine.attention.split import capacity, cut, most_runs
 from engine.kernels import paged_decode as ours
@@ -238,7 +238,8 @@ def main() -> None:
     args = parser.parse_args()
     rows = {"groups": list(group_sweep()), "rows": list(sweep(args.quick))}
     if args.json:
-        args.json.write_text(json.dumps(rows, indent=1))
+        where = {"device": device_name("cuda"), "commit": commit(), "clean": clean(), "versions": versions()}
+        write({"kind": "attention"} | where | rows, args.json)
 
 
 if __name__ == "__main__":

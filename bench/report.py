@@ -2,7 +2,8 @@
 
     python -m bench.report [--results DIR] [--root DIR]
 
-The tables go between `<!-- bench:begin -->` and `<!-- bench:end -->` of each document that has them. A result whose
+The tables go between `<!-- bench:begin -->` and `<!-- bench:end -->` of each document that has them; those of the
+attention sweep and of the step profile between such marks of their own. A result whose
 lengths were wrong, or of a workload that was shrunk for a trial, is left out and named.
 """
 
@@ -15,9 +16,10 @@ from pathlib import Path
 from bench.comparison import Comparison, comparisons, read
 from bench.plot import plot
 from bench.report_fields import ROOT
+from bench.sweep import attention, profile
 from bench.tables import details, summary
 
-BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+ATTENTION, PROFILE = "attention.json", "profile.json"
 DOCUMENTS: dict[str, Callable[[Comparison], str]] = {"README.md": summary, "docs/performance.md": details}
 
 
@@ -30,7 +32,14 @@ def report(results: Path, root: Path) -> list[str]:
         path = root / name
         if path.exists():
             blocks = [_block(comparison, table, plots[comparison.slug], path.parent) for comparison in found]
-            path.write_text(between_markers(path.read_text(), "\n\n".join(blocks)))
+            path.write_text(between_markers(path.read_text(), "bench", "\n\n".join(blocks)))
+    page = root / "docs" / "performance.md"
+    if page.exists():
+        if (results / ATTENTION).exists():
+            block = attention(results / ATTENTION, root / "docs" / "figures")
+            page.write_text(between_markers(page.read_text(), "attention", block))
+        if (results / PROFILE).exists():
+            page.write_text(between_markers(page.read_text(), "profile", profile(results / PROFILE)))
     return left_out
 
 
@@ -41,15 +50,17 @@ def _block(comparison: Comparison, table: Callable[[Comparison], str], figure: P
     return "\n\n".join(parts)
 
 
-def between_markers(text: str, block: str) -> str:
-    """`text` with `block` in place of what stood between its markers. Raises ValueError if an end is missing."""
-    head, begin, rest = text.partition(BEGIN)
+def between_markers(text: str, name: str, block: str) -> str:
+    """`text` with `block` in place of what stood between the markers of `name`, if it has them. Raises ValueError if
+    the second is missing."""
+    start, stop = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    head, begin, rest = text.partition(start)
     if not begin:
         return text
-    _, end, tail = rest.partition(END)
+    _, end, tail = rest.partition(stop)
     if not end:
-        raise ValueError(f"{BEGIN} has no {END}")
-    return f"{head}{BEGIN}\n{block}\n{END}{tail}"
+        raise ValueError(f"{start} has no {stop}")
+    return f"{head}{start}\n{block}\n{stop}{tail}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -2,8 +2,9 @@
 
     python -m bench.step_profile --weights DIR [--points 1x576 64x768 256x768] [--json FILE]
 
-A point is rows x context; `p` before it is the prefill of these rows, in one step. Kernels are timed by torch's profiler over a few steps of the running engine, the step's
-length by the clock over others, without it; what the kernels do not fill are the gaps.
+A point is rows x context; `p` before it is the prefill of these rows, in one step. Kernels are timed by torch's
+profiler over a few steps of the running engine, the step's length by the clock over others, without it; what the
+kernels do not fill are the gaps.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ def main() -> None:
         found.append({"kind": kind, "rows": rows, "context": context} | row)
     if args.json:
         where = {"device": device_name("cuda"), "commit": commit(), "clean": clean(), "versions": versions()}
-        write(where | {"model": args.weights.name, "points": found}, args.json)
+        write({"kind": "profile"} | where | {"model": args.weights.name, "points": found}, args.json)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def summary(comparison: Comparison) -> str:
         told = f"{number(through)} ({100 * (through / rate - 1):+.1f} %)" if through and rate else number(through)
         cells = [name, describe(workloads().get(name)), *map(number, rates), f"**{number(rate)}**" if rate else ""]
         rows.append([*cells, *ratios, told, number(median(ours, "gb_s")), _percent(median(ours, "floor_share"))])
-    return f"{_table(rows)}\n\n{provenance(comparison)}"
+    return f"{table(rows)}\n\n{provenance(comparison)}"
 
 
 def provenance(comparison: Comparison) -> str:
@@ -43,7 +43,7 @@ def provenance(comparison: Comparison) -> str:
         results = [r for name in comparison.workloads for r in comparison.of(name) if r["engine"] == engine]
         versions = {", ".join(f"{k} {v}" for k, v in r.get("versions", {}).items() if k in SHOWN) for r in results}
         if results:
-            sources = ", ".join(dict.fromkeys(map(_source, results)))
+            sources = ", ".join(dict.fromkeys(map(source, results)))
             lines.append(f"{engine}: {sources} ({'; '.join(sorted(versions))}).")
     return "\n".join(lines)
 
@@ -56,8 +56,8 @@ def details(comparison: Comparison) -> str:
             through = " over ZeroMQ" if result.get("driver") == "zmq" else ""
             timed = [_with_spread(result["metrics"].get(metric)) for metric in TIMED]
             derived = [number(median(result, "gb_s")), _percent(median(result, "floor_share"))]
-            rows.append([name, result["engine"] + through, *timed, *derived, _source(result)])
-    return _table(rows)
+            rows.append([name, result["engine"] + through, *timed, *derived, source(result)])
+    return table(rows)
 
 
 def describe(workload: Workload | None) -> str:
@@ -93,13 +93,15 @@ def _with_spread(metric: dict[str, Any] | None) -> str:
     return number(metric["median"]) + spread
 
 
-def _source(result: Result) -> str:
+def source(result: Result) -> str:
+    """The commit that was measured, and whether its tree was clean."""
     if result.get("measured") == "elsewhere":
         return "measured elsewhere"
     dirty = "" if result.get("clean") else ", not clean"
     return str(result.get("commit", ""))[:10] + dirty
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Markdown; the first row is the head."""
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([lines[0], "|" + " --- |" * len(rows[0]), *lines[1:]])

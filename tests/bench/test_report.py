@@ -6,9 +6,10 @@ import pytest
 
 from bench.comparison import Comparison
 from bench.plot import plot
-from bench.report import BEGIN, END, between_markers, main, report
+from bench.report import between_markers, main, report
 from tests.bench.results import CPU, GPU, result, write_all
 
+BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -62,7 +63,7 @@ def test_documents_without_markers_and_missing_ones_are_left_alone(tmp_path: Pat
 
 def test_a_marker_without_its_end_is_refused() -> None:
     with pytest.raises(ValueError, match="bench:end"):
-        between_markers(f"text {BEGIN} text", "block")
+        between_markers(f"text {BEGIN} text", "bench", "block")
 
 
 def test_what_is_left_out_is_printed(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
