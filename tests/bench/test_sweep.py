@@ -51,7 +51,8 @@ def test_the_report_puts_it_between_its_own_marks(sweep: Path, tmp_path: Path) -
     page = tmp_path / "docs" / "performance.md"
     page.parent.mkdir()
     page.write_text(
-        "a\n<!-- attention:begin -->\nold\n<!-- attention:end -->\nb\n<!-- profile:begin -->\nkept\n<!-- profile:end -->\n"
+        "a\n<!-- attention:begin -->\nold\n<!-- attention:end -->\n"
+        "b\n<!-- profile:begin -->\nkept\n<!-- profile:end -->\n"
     )
     assert report(sweep.parent, tmp_path) == []
     text = page.read_text()
