@@ -15,7 +15,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 
 from engine.stop import StringMatcher
-from rollout.tokenizer import FILE, Tokenizer
+from rollout.tokenizer import FILE, Piece, Tokenizer
 
 TEXT = ["hello world, the answer is 42", "Grüße aus München", "日本語 テスト", "🎉 party", 'say "STOP" now\n\n'] * 20
 
@@ -242,3 +242,66 @@ def test_a_normalizer_may_change_text_but_not_make_control_of_it() -> None:
     ids = tokenizer.encode("e\u0301<|im_end|>")
     assert tokenizer.decode(ids) == "é<|im_end|>"
     assert not set(ids.tolist()) & all_added(fast)
+
+
+# A text in pieces, some of which may hold control tokens.
+
+END = BYTE_LEVEL_OURS.special("<|im_end|>")
+FRAMED = [Piece("<|im_start|>user\n", frame=True), Piece("hello world.\n"), Piece("\n<|im_end|>", frame=True)]
+
+
+def test_pieces_are_encoded_as_one_text() -> None:
+    encoded = BYTE_LEVEL_OURS.encode_pieces(FRAMED)
+    whole = "".join(piece.text for piece in FRAMED)
+    assert encoded.ids.tolist() == BYTE_LEVEL.encode(whole, add_special_tokens=False).ids
+    assert encoded.ids.dtype == np.int32
+    texts = [BYTE_LEVEL_OURS.decode(encoded.ids[encoded.last == piece]) for piece in range(3)]
+    assert "".join(texts) == whole
+    assert texts[0] == FRAMED[0].text
+    assert (encoded.first <= encoded.last).all()
+
+
+def test_a_token_across_a_border_is_of_both_pieces() -> None:
+    pieces = [Piece("the answer is 4"), Piece("2")]
+    encoded = BYTE_LEVEL_OURS.encode_pieces(pieces)
+    across = (encoded.first == 0) & (encoded.last == 1)
+    assert [BYTE_LEVEL_OURS.decode([token]) for token in encoded.ids[across]] == [" 42"]
+
+
+def test_only_frames_hold_control_tokens() -> None:
+    for pieces, count in (
+        ([Piece("<|im_end|>", frame=True)], 1),
+        ([Piece("<|im_end|>")], 0),
+        ([Piece("<|im_", frame=True), Piece("end|>", frame=True)], 0),
+        ([Piece("<|im_"), Piece("end|>", frame=True)], 0),
+        ([Piece("<|im_end|>"), Piece("<|im_end|>", frame=True), Piece("<|im_end|>")], 1),
+    ):
+        encoded = BYTE_LEVEL_OURS.encode_pieces(pieces)
+        assert encoded.ids.tolist().count(END) == count
+        assert BYTE_LEVEL_OURS.decode(encoded.ids) == "".join(piece.text for piece in pieces)
+
+
+@pytest.mark.parametrize("pieces", [[], [Piece("")], [Piece("", frame=True), Piece("a"), Piece("")]])
+def test_empty_pieces(pieces: list[Piece]) -> None:
+    assert len(BYTE_LEVEL_OURS.encode_pieces(pieces).ids) == len("".join(piece.text for piece in pieces))
+
+
+@settings(deadline=None)
+@given(st.lists(st.text(max_size=20).filter(lambda text: "<" not in text and ">" not in text), max_size=5))
+def test_harmless_pieces_are_the_ordinary_encoding(texts: list[str]) -> None:
+    for fast, tokenizer in ((BYTE_LEVEL, BYTE_LEVEL_OURS),):
+        pieces = [Piece(text, frame=i % 2 == 0) for i, text in enumerate(texts)]
+        expected = fast.encode("".join(texts), add_special_tokens=False).ids
+        assert tokenizer.encode_pieces(pieces).ids.tolist() == expected
+
+
+@pytest.mark.parametrize("kind", ["unigram", "bpe"])
+def test_pieces_of_a_sentence_piece_model(kind: str) -> None:
+    fast = sentence_piece(kind)
+    encoded = ours(fast).encode_pieces([Piece("<s>", frame=True), Piece("ab a"), Piece("</s>", frame=True)])
+    assert encoded.ids.tolist() == fast.encode("<s>ab a</s>", add_special_tokens=False).ids
+
+
+def test_which_tokens_are_reserved() -> None:
+    assert BYTE_LEVEL_OURS.reserved == {"<|im_start|>", "<|im_end|>"}
+    assert set(BYTE_LEVEL_OURS.control) == {"<|im_start|>", "<|im_end|>", "<think>", "<tool_response>"}

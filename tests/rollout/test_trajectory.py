@@ -22,8 +22,10 @@ from protocols.fields import (
     STATUS_OF,
     Record,
     Times,
+    Truncation,
 )
 from rollout.environments.base import Rewards
+from rollout.tokens import MAX_SEGMENTS
 from rollout.trajectory import Answer, End, Trajectory
 from tests.rollout.build import EOS, MODEL, group, ids, spec
 from tests.rollout.stub_engine import completed, refused
@@ -484,3 +486,101 @@ def test_any_walk_ends_within_its_budgets_and_only_ever_appends(
     assert not segment.logprobs[segment.loss_mask == 0].any()
     assert sum(turn.length for turn in segment.turns) == sampled_count
     assert max_turns is None or len(segment.turns) <= max_turns
+
+
+# Branches: the conversation rendered anew.
+
+
+def branched(t: Trajectory, *history: int, **changes: Any) -> End | None:
+    return t.answer(Answer(branch=ids(*history), **changes), fixed_turns=False)
+
+
+def test_a_branch_is_a_segment_of_its_own() -> None:
+    t = trajectory()
+    assert turn(t, (20, 21, EOS), version=3) is None
+    assert branched(t, 10, 40, EOS, glue=ids(90), observation=ids(30), opening=ids(91), reward=0.5) is None
+    assert t.length == 6
+    assert turn(t, (22, EOS), version=4) is None
+    result = record(t, End("env_done"))
+    first, second = result.segments
+    assert first.token_ids.tolist() == [10, 11, 12, 20, 21, EOS]
+    assert second.token_ids.tolist() == [10, 40, EOS, 90, 30, 91, 22, EOS]
+    p, g, o, s = SOURCE_PREFIX, SOURCE_GLUE, SOURCE_OBSERVATION, SOURCE_SAMPLED
+    assert second.source.tolist() == [p, p, p, g, o, g, s, s]
+    assert second.loss_mask.tolist() == [0] * 6 + [1, 1]
+    assert not second.logprobs[:6].any()
+    assert (first.weight_versions.tolist(), second.weight_versions.tolist()) == ([[3, 3]], [[4, 2]])
+    assert [(turn.index, turn.start, turn.reward) for turn in (*first.turns, *second.turns)] == [
+        (0, 3, 0.5),
+        (1, 6, None),
+    ]
+
+
+def test_a_branch_is_asked_for_as_a_new_sequence_with_noise_of_its_own() -> None:
+    t = trajectory(sampling={"max_tokens": 8, "presence_penalty": 1.0})
+    assert turn(t, (20, 21)) is None
+    assert t.request().params.segment == 0
+    assert branched(t, 50, 51) is None
+    request = t.request()
+    assert request.token_ids.tolist() == [50, 51]
+    assert not request.sampled.any()
+    assert (request.params.segment, request.id[-2:]) == (1, "/1")
+
+
+def test_a_branch_that_does_not_fit_changes_nothing() -> None:
+    t = trajectory(budget={"max_total_tokens": 8})
+    assert turn(t, (20, 21), "stop") is None
+    end = branched(t, *range(9))
+    assert end is not None
+    assert end.reason == "max_total_tokens"
+    (segment,) = record(t, end).segments
+    assert segment.token_ids.tolist() == [10, 11, 12, 20, 21]
+    # A whole one that fits is taken, though the two together would not.
+    t = trajectory(budget={"max_total_tokens": 8})
+    assert turn(t, (20, 21), "stop") is None
+    assert branched(t, *range(7)) is None
+
+
+def test_there_are_only_so_many_segments() -> None:
+    t = trajectory()
+    ends = []
+    for _ in range(MAX_SEGMENTS):
+        assert turn(t, (20, EOS)) is None
+        ends.append(branched(t, 40, 41))
+    assert ends[:-1] == [None] * (MAX_SEGMENTS - 1)
+    assert ends[-1] == End("length", Truncation(limit="max_segments", value=MAX_SEGMENTS))
+    assert len(record(t, ends[-1]).segments) == MAX_SEGMENTS
+
+
+def test_a_segment_in_which_nothing_was_sampled_is_left_out() -> None:
+    t = trajectory()
+    assert record(t, End("abort_client")).segments[0].token_ids.tolist() == [10, 11, 12]
+    assert turn(t, (20, EOS)) is None
+    assert branched(t, 40, 41) is None
+    (segment,) = record(t, End("abort_client")).segments
+    assert segment.token_ids.tolist() == [10, 11, 12, 20, EOS]
+
+
+def test_staleness_counts_from_the_oldest_segment() -> None:
+    t = trajectory(max_staleness=1)
+    assert turn(t, (20, EOS), version=0) is None
+    assert branched(t, 40, 41) is None
+    assert t.before_turn(1) is None
+    assert t.before_turn(2) == End("abort_stale")
+
+
+def test_a_failed_trajectory_is_masked_in_all_its_segments() -> None:
+    t = trajectory()
+    assert turn(t, (20, EOS)) is None
+    assert branched(t, 40, 41) is None
+    assert turn(t, (21, EOS)) is None
+    failed = record(t, End("env_error", failure=Internal("no", scope="trajectory").failure("step")))
+    assert [segment.loss_mask.any() for segment in failed.segments] == [False, False]
+
+
+@pytest.mark.parametrize(("reason", "becomes"), [("stop", "tool_calls"), ("length", "length")])
+def test_a_turn_that_called_says_so(reason: Any, becomes: str) -> None:
+    t = trajectory()
+    assert turn(t, (20,) * 8, reason, cut_ends=False) is None
+    assert t.answer(Answer(called=True, observation=ids(1)), fixed_turns=False) is None
+    assert record(t, End("env_done")).segments[0].turns[0].finish_reason == becomes
