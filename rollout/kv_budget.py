@@ -210,7 +210,7 @@ class KvBudget:
     def _fit(self, running: list[Running]) -> bool:
         """Between two ways in which it may come: all at their ends at once, or at one pace, the short ones first.
 
-        That each alone is off was measured: the first holds back a fifth that would have fitted, the second drops KV.
+        Each alone is off, as measured: the first holds trajectories back that would have fitted, the second drops KV.
         """
         grown = np.array([one.grown for one in running])
         away = np.array([one.away for one in running])
