@@ -17,9 +17,9 @@ async def command(
 ) -> str:
     """Run a program and return what it prints (both streams), with its exit code where that is not 0.
 
-    Its standard input is empty. It gets a session of its own, and that is killed, children included, when the program
-    has ended, when it has printed more than `limit` bytes, and when the caller is cancelled, as a tool is at its
-    deadline. For `async def` tools: a `def` tool may use `subprocess`, for it runs in a process that is killed whole.
+    Its standard input is empty. It gets a session of its own, and that is killed, children included, when nobody holds
+    its output any more, when more than `limit` bytes were printed, and when the caller is cancelled, as a tool is at
+    its deadline. For `async def` tools: a `def` tool may use `subprocess`, for it runs in a process that is killed whole.
     Raises OSError where there is no such program.
     """
     process = await asyncio.create_subprocess_exec(

@@ -56,5 +56,7 @@ def _functions(module: ModuleType) -> list[Callable[..., Any]]:
     return [
         found
         for name, found in vars(module).items()
-        if inspect.isfunction(found) and found.__module__ == module.__name__ and not name.startswith("_")
+        if inspect.isfunction(found)
+        and (found.__module__, found.__name__) == (module.__name__, name)
+        and not name.startswith("_")
     ]
