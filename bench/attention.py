@@ -129,13 +129,16 @@ def cut_call(batch: Batch, sharing: Runs) -> Call:
     cutting = cut(np.concatenate((batch.lengths - before, sharing.lengths)), capacity(rows))
     skipped = np.concatenate((before, np.zeros_like(sharing.lengths)))[cutting.rows]
     arrays = (cutting.rows, cutting.starts + skipped, cutting.stops + skipped, cutting.firsts, cutting.counts)
-    on = [torch.from_numpy(array).to(DEVICE) for array in (*arrays, sharing.seats, sharing.members)]
+    owners, starts, stops, firsts, counts, seats, members = (
+        torch.from_numpy(array).to(DEVICE) for array in (*arrays, sharing.seats, sharing.members)
+    )
     indptr = batch.indptr.to(DEVICE)
     scratch = ours.DecodeScratch(capacity(rows), rows, HEADS, KV_HEADS, DIM, DEVICE)
 
     def call(i: int) -> torch.Tensor:
         out = torch.empty_like(batch.q[i])
-        ours.paged_decode(batch.q[i], batch.keys[i], batch.values[i], *on, indptr, batch.indices, scratch, out)
+        tables = (owners, starts, stops, firsts, counts, seats, members, indptr, batch.indices)
+        ours.paged_decode(batch.q[i], batch.keys[i], batch.values[i], *tables, scratch, out)
         return out
 
     return call

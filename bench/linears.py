@@ -15,6 +15,7 @@ import argparse
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,15 +93,15 @@ def op_calls(model: Model, ops: CudaOps, op: str, rows: int) -> list[Call]:
     }
     if op == "head":
         return [lambda: ops.head_fp32(x, model.head)] * 4
-    return [lambda layer=layer: calls[op](layer) for layer in model.layers]
+    return [partial(calls[op], layer) for layer in model.layers]
 
 
 def cublas_calls(model: Model, op: str, rows: int) -> list[Call]:
     weights = [model.head] * 4 if op == "head" else [getattr(layer, op) for layer in model.layers]
     x = torch.randn(rows, weights[0].shape[1], device=DEVICE).bfloat16()
     if op == "head":
-        return [lambda w=w: torch.mm(x, w.t(), out_dtype=torch.float32) for w in weights]
-    return [lambda w=w: functional.linear(x, w) for w in weights]
+        return [partial(torch.mm, x, w.t(), out_dtype=torch.float32) for w in weights]
+    return [partial(functional.linear, x, w) for w in weights]
 
 
 def step_call(model: Model, rows: int) -> Call:

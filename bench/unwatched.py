@@ -24,8 +24,8 @@ class Nowhere:
 
 
 def main(argv: Sequence[str]) -> int:
-    start.Metrics = Unwatched  # type: ignore[assignment, misc]
-    start.open_places = lambda _: Nowhere()  # type: ignore[assignment, return-value]
+    start.Metrics = Unwatched  # type: ignore[assignment, attr-defined]
+    start.open_places = lambda _: Nowhere()  # type: ignore[assignment, attr-defined, return-value]
     return cli.main(["--log-level", "error", *argv])
 
 
