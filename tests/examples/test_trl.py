@@ -47,6 +47,7 @@ def check_async(done: subprocess.CompletedProcess[str], count: int) -> list[dict
     assert found[0]["ratio"] == pytest.approx(1, abs=1e-5)
     assert found[0]["staleness"] == 0
     assert all(step["gradient"] > 0.01 for step in found)
+    assert "serves the trainer's weights" in done.stdout
     difference = re.search(r"differ from the trainer's by (\S+)$", done.stdout, re.MULTILINE)
     assert difference is not None
     assert float(difference[1]) <= 1e-4

@@ -354,3 +354,7 @@ def test_a_real_worker_serves_what_was_pushed(tmp_path: Path) -> None:
             client.push_weights({**newer, "model.norm.weight": torch.ones(3)}, 2)
         assert client.status().weight_digest == update.digest
         assert len(list(tmp_path.glob("shared/*/*"))) == 1
+        (tmp_path / "shards").mkdir()
+        write_weights(newer, tmp_path / "shards", shard_bytes=50_000)
+        assert len(list(tmp_path.glob("shards/*.safetensors"))) > 2
+        assert client.update_weights(tmp_path / "shards", 2).digest == update.digest
