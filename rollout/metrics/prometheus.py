@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 PREFIX = "rollout_worker_"
+POLL_S = 0.1
+"""How soon the endpoint notices that it is to close."""
 AXIS = Meaning("", "where on its axis the newest row is")
 
 
@@ -97,7 +99,9 @@ class Endpoint:
 
         self._server = make_server(host, port, answer, _Server, _Quiet)
         self.port = self._server.server_port
-        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics endpoint", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(POLL_S,), name="metrics endpoint", daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:

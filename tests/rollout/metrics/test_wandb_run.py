@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -10,17 +11,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from rollout.client import RolloutClient
 from rollout.metrics.feed import Feed, close_all
 from rollout.metrics.row import ROUND_AXIS, TIME_AXIS, Row
 from rollout.metrics.wandb_run import WandbOptions, WandbRun
 from tests.rollout.metrics import wandb_file
-from tests.rollout.workers import eventually
+from tests.rollout.workers import WorkerProcess, eventually
 
 OPTIONS = WandbOptions("project", mode="offline", name="a name", config={"max_running": 8})
 NEVER_READS = "import time; time.sleep(1000)"
@@ -60,7 +63,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_real_offline_run_holds_every_row_on_its_own_axis(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run = WandbRun(OPTIONS)
+    run = WandbRun(replace(OPTIONS, group="trainer-7", resume_id="again"))
     run.write(gauges_row(50.0, 3))
     run.write(round_row(12, tokens_per_s=100.0))
     run.write(round_row(11, tokens_per_s=math.nan, round_time_s=math.inf))
@@ -85,7 +88,33 @@ def test_a_real_offline_run_holds_every_row_on_its_own_axis(folder: Path, caplog
     }
     begun = next(record.run for record in wandb_file.records(run_file(folder)) if record.HasField("run"))
     assert (begun.project, begun.display_name, begun.job_type) == ("project", "a name", "rollout")
+    assert (begun.run_group, begun.run_id) == ("trainer-7", "again")
     assert ("max_running", "8") in [(item.key, item.value_json) for item in begun.config.update]
+
+
+def test_a_worker_that_ends_has_the_same_numbers_there_and_in_its_file(folder: Path) -> None:
+    metrics = folder / "m.jsonl"
+    options = ("--metrics-file", str(metrics), "--wandb-project", "p", "--wandb-mode", "offline")
+    worker = WorkerProcess("tests.rollout.stub_worker", *options, "--metrics-interval", "0.2", folder=folder)
+    try:
+        worker.wait_ready()
+        with RolloutClient(worker.address) as client:
+            for step in (30, 31):
+                client.submit(client.group([1, 2], 4, max_tokens=step), step=step).results()
+            client.update_weights(folder, 2, mode="abort")
+        # However slow the machine: what is under test is the end, not the beginning.
+        eventually(lambda: "an offline run in" in worker.log, 90)
+        worker.signal(signal.SIGTERM)
+        assert worker.wait(30) == 0
+    finally:
+        worker.kill()
+    written = [json.loads(line) for line in metrics.read_text().splitlines()]
+    expected = [{name: row[name] for name in row if name not in ("kind", "time")} for row in written]
+    found = [{name: row[name] for name in row if not name.startswith("_")} for row in logged(folder)]
+    assert found == expected
+    assert [row[ROUND_AXIS] for row in found if ROUND_AXIS in row] == [30, 31]
+    assert (found[-1]["weights/version"], found[-1]["weights/bytes"]) == (2, 1000)
+    assert "did not finish" not in worker.log
 
 
 def test_a_worker_that_is_killed_loses_no_row(folder: Path) -> None:
