@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from rollout.client import RolloutClient, Trajectory
 from rollout.client.calls import Mode
-from rollout.integrations.trl.law import encode_prompt, law
+from rollout.integrations.trl.law import encode_prompt, law, options_of
 
 log = logging.getLogger(__name__)
 
@@ -20,8 +20,8 @@ class GRPORollouts:
 
     encode: from a prompt of the dataset to token ids; without it the trainer's tokenizer and chat template do it.
     directory, mode, drain_timeout, on_timeout: of `RolloutClient.push_weights`. options: more arguments of
-    `RolloutClient.group` for every group (`environment=`, `config=`, `script=`, `max_total_tokens=`, ...); they win
-    over what the trainer's arguments say.
+    `RolloutClient.group` (`environment=`, `config=`, `script=`, `max_total_tokens=`, ...); they win over what the
+    trainer's arguments say. One that is a function is called with each prompt: TRL hands over no other column.
 
     What it returns to TRL: `env_mask`, 1 on what is trained on; and to its reward functions, one entry a completion,
     `worker_status`, `worker_reward` (the environment's; None without one) and `worker_turns`. A completion that
@@ -93,12 +93,12 @@ class GRPORollouts:
             **law(trainer.args),
             "min_version": self._version,
             "purpose": "train" if trainer.model.training else "eval",
-            **self._options,
         }
         groups = []
         for prompt, same in groupby(prompts):
             ids = self._encode(prompt) if self._encode else encode_prompt(tokenizer, prompt, **template)
-            groups.append(self._client.group(ids, len(list(same)), **arguments))
+            options = options_of(self._options, prompt)
+            groups.append(self._client.group(ids, len(list(same)), **(arguments | options)))
         trajectories = self._client.submit(groups, step=trainer.state.global_step).results()
         failed = [trajectory for trajectory in trajectories if not trajectory.ok]
         if failed:

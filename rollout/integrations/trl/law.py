@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -38,3 +39,8 @@ def encode_prompt(tokenizer: Any, prompt: Any, **template: Any) -> list[int]:
         )
     ids: list[int] = encoded["input_ids"]
     return ids
+
+
+def options_of(options: Mapping[str, Any], task: Any) -> dict[str, Any]:
+    """Options of one group: those that are functions are called with its task."""
+    return {name: value(task) if callable(value) else value for name, value in options.items()}

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from protocols.errors import RolloutError
 from rollout.client import Batch, RolloutClient, Trajectory
-from rollout.integrations.trl.law import encode_prompt, law
+from rollout.integrations.trl.law import encode_prompt, law, options_of
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,8 @@ class AsyncRollouts:
     (`max_inflight_tasks`) and the size of the queue come from it. rows: the dataset, over and over; each has a
     "prompt". reward: of a trajectory and its row, called on several threads; None leaves it out of its group; without
     it the environment's own. encode: from a prompt to token ids; without it the tokenizer and its chat template do
-    it. options: more arguments of `RolloutClient.group` for every group; they win over `args`.
+    it. options: more arguments of `RolloutClient.group`; they win over `args`. One that is a function is called with
+    each row.
 
     Failed and aborted trajectories are left out. Advantages are TRL's own: (r - mean) / (std + 1e-8) in the group.
     """
@@ -153,7 +154,7 @@ class AsyncRollouts:
         prompt = row["prompt"]
         template = self._args.chat_template_kwargs or {}
         ids = self._encode(prompt) if self._encode else encode_prompt(self._tokenizer, prompt, **template)
-        arguments = law(self._args) | self._options
+        arguments = law(self._args) | options_of(self._options, row)
         while not self._stopping.is_set():
             try:
                 batch = self._client.submit(self._client.group(ids, self._args.num_generations, **arguments))

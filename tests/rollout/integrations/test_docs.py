@@ -96,6 +96,7 @@ def names(address: str) -> dict[str, Any]:
         "model": trainer().model,
         "tokenizer": ByteTokenizer(),
         "dataset": [{"prompt": "abc"}, {"prompt": "abc"}],
+        "HIDDEN": {"abc": 5},
     }
 
 

@@ -124,6 +124,11 @@ def test_evaluation_is_kept_apart_and_options_win(client: RolloutClient, monkeyp
     assert options["step"] == 12
 
 
+def test_an_option_may_be_a_function_of_the_prompt(client: RolloutClient) -> None:
+    rollouts, made = attached(client, environment="sometimes", config=lambda prompt: {"always": prompt == "bad"})
+    assert rollouts(["abc", "bad"], made)["worker_status"] == ["completed", "failed"]
+
+
 def test_another_dtype_is_told(client: RolloutClient, caplog: pytest.LogCaptureFixture) -> None:
     made = trainer()
     made.model.dtype = "torch.bfloat16"
