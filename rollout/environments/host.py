@@ -102,16 +102,19 @@ class Host:
             outcome = Returned(None)
         if isinstance(outcome, Returned):
             try:
-                self._reply(run.number, True, bounded_pickle(outcome.value))
+                returned, payload = True, bounded_pickle(outcome.value)
             except TooLarge:
-                self._reply(run.number, False, b"what it returned is too large to be sent")
+                returned, payload = False, b"what it returned is too large to be sent"
             except BaseException as error:
-                self._reply(run.number, False, report(error))
+                returned, payload = False, report(error)
         else:
-            self._reply(run.number, False, report(outcome.error))
+            returned, payload = False, report(outcome.error)
+        # Where objects are kept, children may be theirs.
+        left = not self._kept and bool(children())
+        self._reply(run.number, returned, payload, left=left)
 
-    def _reply(self, number: int, returned: bool, payload: bytes) -> None:
-        self._writer.write(frame(REPLY.pack(number, returned, bool(children())), payload))
+    def _reply(self, number: int, returned: bool, payload: bytes, *, left: bool = False) -> None:
+        self._writer.write(frame(REPLY.pack(number, returned, left), payload))
 
 
 def report(error: BaseException) -> bytes:

@@ -112,20 +112,35 @@ def _kill_all(inner: int) -> None:
 
 def children() -> list[int]:
     """Processes that this one has started or adopted and that still run."""
-    found: list[int] = []
+    found = []
     for task in Path("/proc/self/task").iterdir():
-        with suppress(OSError):
+        try:
             found += [int(pid) for pid in (task / "children").read_text().split()]
+        except FileNotFoundError:
+            if task.exists():
+                return _children_of(os.getpid())  # this kernel keeps no such lists
     return [pid for pid in found if not _is_dead(pid)]
+
+
+def _children_of(parent: int) -> list[int]:
+    """By a look at every process."""
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return [pid for pid in pids if (state := _state(pid)) is not None and state[1] == str(parent)]
 
 
 def _is_dead(pid: int) -> bool:
     """Gone, or ended and not yet asked how."""
+    return _state(pid) is None
+
+
+def _state(pid: int) -> list[str] | None:
+    """State, parent and so on; None of a process that is dead."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return True
-    return stat.rpartition(")")[2].split()[0] in ("Z", "X")
+        return None
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] in ("Z", "X") else fields
 
 
 def _adopt_orphans() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollout.environments import warden
 from rollout.environments.frames import MAX_RESULT
 from rollout.environments.pool import Pool, ProcessDied, Reported
 from tests.rollout.build import run
@@ -319,6 +320,20 @@ def test_what_cannot_be_sent_is_an_error_of_the_caller() -> None:
         assert await pool.call(foreign.add, (1, 1)) == 2
 
     with_pool(main)
+
+
+def test_children_are_found_with_and_without_the_kernels_lists() -> None:
+    alive_child = subprocess.Popen(["sleep", "600"])
+    dead_child = subprocess.Popen(["true"])
+    try:
+        eventually(lambda: not alive(dead_child.pid))
+        for found in (warden.children(), warden._children_of(os.getpid())):
+            assert alive_child.pid in found
+            assert dead_child.pid not in found
+    finally:
+        alive_child.kill()
+        for child in (alive_child, dead_child):
+            child.wait()
 
 
 def test_everything_ends_with_a_worker_that_is_killed(tmp_path: Path) -> None:
