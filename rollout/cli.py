@@ -16,7 +16,7 @@ from rollout.config import WorkerConfig
 from rollout.config_file import write_config
 from rollout.logs import set_up_logs
 from rollout.options import OptionError, Options, read_options, suggestion
-from rollout.parser import NAME, build_parser, flags
+from rollout.parser import COMMANDS, NAME, build_parser, flags
 from rollout.start import Loaded, StartError, run_worker
 from rollout.versions import ours
 
@@ -72,7 +72,7 @@ def parse_known(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[st
     found, unknown = parser.parse_known_args(argv)
     if unknown:
         name = next((part for part in unknown if part.startswith("-")), unknown[0]).partition("=")[0]
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{suggestion(name, flags(parser))}")
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{suggestion(name, [*flags(parser), *COMMANDS])}")
     return vars(found)
 
 

@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from rollout.config import WorkerConfig, flag, shown_size
 
 NAME = "rollout-worker"
+COMMANDS = ("doctor", "checksum")
 EPILOG = """\
 An option can also be given as an environment variable, --kv-tokens as ROLLOUT_WORKER_KV_TOKENS, or in the file of
 --config, as "kv_tokens: 100000". The command line wins over the environment, the environment over the file.

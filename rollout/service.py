@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import importlib.metadata
 import logging
 import secrets
 import time
@@ -36,6 +35,7 @@ from rollout.rollout import Rollout
 from rollout.score import Scorer
 from rollout.sessions import Session, Sessions
 from rollout.trajectory import End, Trajectory, TrajectorySpec
+from rollout.versions import ours
 from rollout.weights import WeightUpdates
 
 log = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class Service:
     ) -> None:
         observer = observer or Silence()
         self.boot_id = secrets.token_hex(8)
-        self.version = _version()
+        self.version = ours()
         self.model = served.model
         self.environments = served.environments
         self.chat = served.chat
@@ -308,10 +308,3 @@ async def _within(awaitable: Coroutine[Any, Any, Any], seconds: float) -> None:
     """Wait, but no longer than that."""
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(awaitable, seconds)
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("rollout-worker")
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"

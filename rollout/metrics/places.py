@@ -67,7 +67,7 @@ def open_places(config: WorkerConfig) -> Places:
     if config.wandb_project is not None and config.wandb_mode != "disabled":
         rows.append(Feed("W&B", partial(_wandb, config)))
     line = None
-    if config.live_line and sys.stderr.isatty():
+    if config.live_line and config.log_format == "text" and sys.stderr.isatty():
         line = Feed[str]("the live line", _live_line, capacity=1)
     return Places(health, latest, tuple(rows), line, endpoint)
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import subprocess
 import sys
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine.log_line import LogLine
-from rollout.logs import TEXT, JsonFormatter
+from rollout.config import WorkerConfig
+from rollout.logs import TEXT, JsonFormatter, LogFormat
+from rollout.metrics.places import open_places
 from tests.engine.test_log_line import record_of
 from tests.rollout.workers import ROOT
 
@@ -96,3 +100,13 @@ def test_warnings_and_what_nobody_caught_are_objects_as_well() -> None:
     assert thread["message"] == "ZeroDivisionError: division by zero"
     assert "<lambda>" in thread["exception"]
     assert (last["level"], last["message"]) == ("critical", "KeyError: 'last'")
+
+
+@pytest.mark.parametrize("log_format", ["json", "text"])
+def test_the_live_line_stands_between_no_objects(
+    log_format: LogFormat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    config = WorkerConfig(weights=Path("w"), log_format=log_format, metrics_file=tmp_path / "m.jsonl")
+    with contextlib.closing(open_places(config)) as places:
+        assert (places.line is None) == (log_format == "json")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rollout.cli import main
 from rollout.config import WorkerConfig
 from rollout.options import OptionError, check_variables, read_options, suggestion
 
@@ -186,3 +187,10 @@ def test_options_other_names_and_what_kubernetes_adds_are_let_be(environ: dict[s
 )
 def test_suggestions(name: str, known: Any, text: str) -> None:
     assert suggestion(name, known) == text
+
+
+def test_a_misspelt_command_is_corrected_too(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["docter", "--weights", "w"])
+    assert caught.value.code == 2
+    assert "unrecognized arguments: docter; did you mean doctor?" in capsys.readouterr().err
