@@ -31,6 +31,8 @@ def advice(error: Exception) -> str:
             return f"--weights {text}{f': {cure}' if cure else ''}"
         case EngineError(field="max_context"):
             return f"{text}: lower --max-context"
+        case EngineError() if "killed by signal 9" in text:
+            return f"{text}: the kernel may have run out of memory, dmesg tells; give it more, or take a smaller model"
         case PermissionError() if error.filename is not None:
             return f"{error.filename}: permission denied: let this user read it"
         case OSError() if error.filename is not None:

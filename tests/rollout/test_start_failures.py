@@ -200,6 +200,11 @@ def test_memory_that_is_refused_is_one_line_with_what_was_taken() -> None:
         (IsADirectoryError(21, "Is a directory", "/a"), "/a: Is a directory"),
         (OSError("odd"), "odd"),
         (ValueError("two\nlines"), "two lines"),
+        (
+            EngineError("the engine process was killed by signal 9 (Killed) before it was ready"),
+            "the engine process was killed by signal 9 (Killed) before it was ready: the kernel may have run out of "
+            "memory, dmesg tells; give it more, or take a smaller model",
+        ),
         (WeightsInvalid("m: tensor a: wrong shape"), "--weights m: tensor a: wrong shape"),
         (
             WeightsIncomplete("m: cannot be opened: Permission denied"),
