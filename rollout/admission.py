@@ -29,6 +29,8 @@ TURN_BYTES = 512
 TURN_TOKENS = 16
 """Tokens of an average turn, at least, where `max_turns` does not bound their number."""
 
+KEPT_PART = 4
+"""Kept partials take so small a part of the result space, beside it."""
 SLACK = 1024
 """Entries of the queue that may be out of date, beyond as many as are not."""
 ARRAYS = (
@@ -61,9 +63,16 @@ class Admission:
         self._ready: list[tuple[int, int, Member]] = []
         self._too_new: list[tuple[int, int, Member]] = []
         self.reserved_bytes = 0
+        self.kept_bytes = 0
+        self.kept = 0
         self.running = 0
         self.waiting = 0
         self.stalls = 0
+
+    @property
+    def waiting_for_weights(self) -> int:
+        """Trajectories whose min_version has not come, at most: some may have left the queue."""
+        return len(self._too_new)
 
     def check(self, count: int) -> None:
         """Raises Overloaded if `count` more cannot wait."""
@@ -110,6 +119,45 @@ class Admission:
         self.waiting -= 1
         self.running += 1
         self.keep(member, nbytes)
+        self._leave_kept(member)
+
+    def leave(self) -> None:
+        """A waiting trajectory waits no longer, and has not started."""
+        self.waiting -= 1
+
+    def keep_soon(self, member: Member) -> bool:
+        """A running trajectory is to be kept, beside the results. False: there is no room for another one."""
+        largest = member.group.largest
+        if self.kept == self._at_once or self.kept_bytes + largest > self._result_bytes // KEPT_PART:
+            return False
+        self.kept += 1
+        self.kept_bytes += largest
+        member.parked = largest
+        return True
+
+    def park(self, member: Member, nbytes: int) -> None:
+        """It has come to rest, and occupies `nbytes` until it runs or ends."""
+        self.running -= 1
+        self.keep(member, 0)
+        self.kept_bytes += nbytes - member.parked
+        member.parked = nbytes
+        self._leave_kv(member)
+
+    def unpark(self, member: Member) -> None:
+        """A kept trajectory ends."""
+        self.running += 1
+        self._leave_kept(member)
+
+    def _leave_kept(self, member: Member) -> None:
+        if member.parked:
+            self.kept -= 1
+            self.kept_bytes -= member.parked
+            member.parked = 0
+
+    def _leave_kv(self, member: Member) -> None:
+        if self._kv is not None and (key := kv_key(member)) in self._kv:
+            record = member.record
+            self._kv.end(key, tells=record is not None and record.status in ("completed", "truncated"))
 
     def _takes_kv(self, member: Member) -> bool:
         """May it start as far as the KV pool is concerned? Then it does."""
@@ -130,9 +178,8 @@ class Admission:
         """A started trajectory has its record, of `nbytes`."""
         self.running -= 1
         self.keep(member, nbytes)
-        if self._kv is not None and (key := kv_key(member)) in self._kv:
-            record = member.record
-            self._kv.end(key, tells=record is not None and record.status in ("completed", "truncated"))
+        self._leave_kept(member)
+        self._leave_kv(member)
 
     def keep(self, member: Member, nbytes: int) -> None:
         """From now on `member` occupies `nbytes`; 0 when its result is acknowledged or dropped."""
@@ -152,7 +199,7 @@ def kv_candidate(member: Member, max_context: int) -> Candidate:
         key=kv_key(member),
         group=(member.session.token, member.batch.id, group.id),
         kind=(group.environment.name, len(group.environment.script)),
-        prompt=len(group.prompt),
+        prompt=len(group.prompt) if member.rollout is None else member.rollout.length,
         longest=longest(group, max_context),
     )
 

@@ -1,114 +1,152 @@
-"""Accepted work, from accept to ack: what runs, what waits, what has ended and is owed."""
+"""Requests about work, from submit to ack, each for one session."""
 
 from __future__ import annotations
 
-import asyncio
-import functools
 import itertools
 import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from protocols.codec import fingerprint
-from protocols.errors import Duplicate, Internal, UnknownTrajectory
-from protocols.fields import Group, Record, Status, TrajectoryReason
-from protocols.replies import Accepted, TurnDone
+from protocols.errors import BadRequest, Duplicate, UnknownTrajectory
+from protocols.fields import Group, Record
+from protocols.replies import Accepted
 from protocols.requests import Cancel, Continue, SubmitBatch
-from rollout.admission import Admission, echoed_bytes, largest_record, record_bytes
-from rollout.observer import Observer
-from rollout.pace import Lanes, Pace
-from rollout.rollout import Rollout
+from rollout.admission import echoed_bytes, largest_record
+from rollout.rollout import SNAPSHOT_BYTES
+from rollout.runs import Runs
 from rollout.sessions import Session
-from rollout.submitted import Batch, Member, SubmittedGroup
-from rollout.trajectory import End, TrajectorySpec
+from rollout.submitted import Batch, Member, SubmittedGroup, Target
 
 log = logging.getLogger(__name__)
 
 
 class Batches:
-    """launch: makes the rollout of a trajectory; its second argument gets the turns that wait for an answer.
+    """results_dropped: records that nobody came back for."""
 
-    untouched: the record of a trajectory that ends before it began. version: what serves now. idle: nothing runs
-    or waits. results: ended and not acknowledged.
-    """
-
-    def __init__(
-        self,
-        admission: Admission,
-        *,
-        launch: Callable[[TrajectorySpec, Callable[[TurnDone], None]], Rollout],
-        untouched: Callable[[TrajectorySpec, End], Record],
-        version: Callable[[], int],
-        max_context: int,
-        observer: Observer,
-    ) -> None:
-        self.admission = admission
-        self._launch = launch
-        self._untouched = untouched
-        self._version = version
+    def __init__(self, runs: Runs, *, max_context: int) -> None:
+        self.admission = runs.admission
+        self._runs = runs
         self._max_context = max_context
-        self._observer = observer
         self._orders = itertools.count()
-        self._starts = itertools.count()
-        self._waiting: dict[Member, None] = {}
-        self._tasks: dict[asyncio.Task[Record], Member] = {}
-        self._to_end: Lanes[Member] = Lanes()
-        self._starting = Pace(self._start_next)
-        self._ending = Pace(self._end_next)
-        self.idle = asyncio.Event()
-        self.idle.set()
-        self.ended: Counter[Status] = Counter()
-        self.results = 0
         self.results_dropped = 0
 
-    # Requests, in the order of a trajectory's life.
-
     def accept(self, session: Session, submit: SubmitBatch) -> Accepted:
-        """All of it or nothing. Raises Duplicate or Overloaded. `admit` starts what may start."""
-        step = self._version() if submit.step is None else submit.step
-        batch = session.batches.get(submit.batch_id) or Batch(
-            session, submit.batch_id, submit.id, time.monotonic(), step
-        )
-        known, new = [], []
+        """All of it or nothing. Raises Duplicate, UnknownTrajectory, BadRequest or Overloaded.
+
+        `Runs.admit` starts what may start.
+        """
+        batch = session.batches.get(submit.batch_id) or self._batch(session, submit)
+        target = Target.of(submit)
+        if batch.target != target:
+            raise Duplicate("a batch of this id is open that was to end otherwise", field=batch.target.differs(target))
+        partials = {record.trajectory_id: record for record in submit.partials}
+        known: list[Member] = []
+        new: list[Member] = []
         for i, spec in enumerate(submit.groups):
-            asked: dict[str, object] = {"trajectory_ids": (), "sample_indices": None}
-            if spec.messages is not None:
-                asked["prompt"] = spec.prompt[:0]  # a template may print the date, and a repeat come after midnight
-            content = fingerprint(spec.model_copy(update=asked))
-            group = batch.groups.get(spec.id)
-            if group is not None and group.content != content:
-                raise Duplicate("a group of this id and other content is open", field=f"groups[{i}].id")
-            group = group or self._group(batch, spec, content)
-            indices = spec.sample_indices or range(len(spec.trajectory_ids))
-            for j, (name, index) in enumerate(zip(spec.trajectory_ids, indices, strict=True)):
-                member = session.trajectories.get(name)
-                if member is None:
-                    new.append(Member(name, group, index, next(self._orders), time.monotonic()))
-                elif (member.group, member.sample_index) == (group, index):
-                    known.append(member)
-                else:
-                    where = f"groups[{i}].trajectory_ids[{j}]"
-                    raise Duplicate(f"trajectory {name!r} is open with other content", field=where)
-        self.admission.check(len(new))
+            self._group_members(batch, spec, i, partials, known, new)
+        resumed = self._resumed(batch, submit, known, new)
+        groups = {*batch.groups, *(spec.id for spec in submit.groups), *(group.spec.id for group, _ in resumed)}
+        if target.groups_needed is not None and target.groups_needed > len(groups):
+            raise BadRequest(f"is more than the {len(groups)} groups there are", field="groups_needed")
+        self.admission.check(len(new) + len(resumed))
         batch.submit_id = submit.id
         for member in known:
             session.repeat(member.key)
         for member in new:
             self._add(member)
-        if new:
-            self._observer.batch_accepted(batch.round, len(new))
-        return Accepted(id=submit.id, batch_id=batch.id, trajectories=len(known) + len(new), known=len(known))
+        for group, member in resumed:
+            member.group = group
+            self._add(member)
+        if new or resumed:
+            self._runs.told(batch, len(new) + len(resumed))
+        count = len(known) + len(new) + len(resumed)
+        return Accepted(id=submit.id, batch_id=batch.id, trajectories=count, known=len(known))
 
-    def admit(self) -> None:
-        """Start what may start, soon: called after every change that can make room."""
-        self._starting.wake()
+    def _batch(self, session: Session, submit: SubmitBatch) -> Batch:
+        step = self._runs.version() if submit.step is None else submit.step
+        return Batch(session, submit.batch_id, submit.id, time.monotonic(), step, Target.of(submit))
+
+    def _group_members(
+        self,
+        batch: Batch,
+        spec: Group,
+        i: int,
+        partials: dict[str, Record],
+        known: list[Member],
+        new: list[Member],
+    ) -> None:
+        """Sort the trajectories of one submitted group into those that are there already and new ones."""
+        session = batch.session
+        law = spec.sampling.model_copy(update={"seed": None})
+        same = {"trajectory_ids": (), "sample_indices": None, "counted": 0, "sampling": law}
+        content = fingerprint(spec.model_copy(update=same))
+        group = batch.groups.get(spec.id)
+        if group is not None and (group.content != content or spec.sampling.seed not in (None, group.seed)):
+            raise Duplicate("a group of this id and other content is open", field=f"groups[{i}].id")
+        group = group or self._group(batch, spec, content)
+        indices = spec.sample_indices or range(len(spec.trajectory_ids))
+        for j, (name, index) in enumerate(zip(spec.trajectory_ids, indices, strict=True)):
+            member = session.trajectories.get(name)
+            if member is None:
+                partial = partials.get(name)
+                now = time.monotonic()
+                new.append(Member(name, group, index, index, next(self._orders), now, partial=partial))
+            elif (member.group, member.asked_index) == (group, index):
+                known.append(member)
+            else:
+                where = f"groups[{i}].trajectory_ids[{j}]"
+                raise Duplicate(f"trajectory {name!r} is open with other content", field=where)
+
+    def _resumed(
+        self, batch: Batch, submit: SubmitBatch, known: list[Member], new: list[Member]
+    ) -> list[tuple[SubmittedGroup, Member]]:
+        """Kept trajectories that go on, with the groups that they have in this batch."""
+        groups = batch.groups | {member.group.spec.id: member.group for member in new}
+        resumed = []
+        for i, name in enumerate(submit.resume):
+            member = batch.session.trajectories.get(name)
+            if member is not None and member.kept_s is None and member.batch is batch:
+                known.append(member)
+                continue
+            if member is None or member.kept_s is None or member.ending is not None:
+                raise UnknownTrajectory(f"{name!r} is not kept here: submit its group again", field=f"resume[{i}]")
+            old = member.group
+            group = groups.get(old.spec.id)
+            if group is None:
+                spec = old.spec.model_copy(update={"counted": old.counted})
+                now = time.monotonic()
+                group = SubmittedGroup(batch, spec, old.content, old.seed, old.echoed, old.largest, now)
+                groups[old.spec.id] = group
+            if (group.content, group.seed) != (old.content, old.seed):
+                raise Duplicate(f"its group {old.spec.id!r} is in this batch with other content", field=f"resume[{i}]")
+            resumed.append((group, member))
+        # Deadlines are watched in the order of the queue.
+        return sorted(resumed, key=lambda pair: -(pair[1].kept_s or 0.0))
+
+    def _group(self, batch: Batch, spec: Group, content: bytes) -> SubmittedGroup:
+        seed = secrets.randbits(64) if spec.sampling.seed is None else spec.sampling.seed
+        largest = largest_record(spec, self._max_context)
+        if batch.target.resumable and spec.environment.name not in ("scripted", "remote"):
+            largest += SNAPSHOT_BYTES
+        serving = self._runs.version()
+        if spec.min_version is not None and spec.min_version > serving:
+            log.info("group %r waits for weights %d; %d serve", spec.id, spec.min_version, serving)
+        return SubmittedGroup(batch, spec, content, seed, echoed_bytes(spec), largest, time.monotonic())
+
+    def _add(self, member: Member) -> None:
+        group, batch, session = member.group, member.batch, member.session
+        session.trajectories[member.id] = member
+        session.batches[batch.id] = batch
+        batch.groups[group.spec.id] = group
+        self._runs.add(member)
 
     def answer(self, session: Session, message: Continue) -> bool:
         """False: the trajectory has ended meanwhile. Raises UnknownTrajectory, PrefixMismatch, BadRequest."""
         member = session.trajectories.get(message.trajectory_id)
-        if member is None or not member.started:
+        if member is None or (member.rollout is None and member.record is None):
             raise UnknownTrajectory(f"{message.trajectory_id!r} does not wait for an answer", field="trajectory_id")
         if member.rollout is None:
             return False
@@ -122,7 +160,8 @@ class Batches:
         found = Counter(cancelled=0, ended=0, unknown=0)
         for member in self._named(session, message, found):
             found["cancelled" if member.record is None else "ended"] += 1
-            self._end_soon(member, "abort_client")
+            member.forgotten |= member.kept_s is not None
+            self._runs.end(member, "abort_client")
         return dict(found)
 
     def acknowledge(self, session: Session, names: Iterable[str]) -> None:
@@ -131,8 +170,8 @@ class Batches:
             member = session.trajectories.get(name)
             if member is not None and member.record is not None:
                 session.settle(member.key)
-                self._forget(member)
-        self.admit()
+                self._runs.forget(member)
+        self._runs.admit()
 
     def expire(self, session: Session) -> int:
         """Nobody wants this session's work any more: end it. How many of its trajectories had not ended."""
@@ -141,163 +180,12 @@ class Batches:
             if member.record is None:
                 unfinished += 1
                 member.forgotten = True
-                self._end_soon(member, "abort_client")
+                self._runs.end(member, "abort_client")
             else:
                 self.results_dropped += 1
-                self._forget(member)
-        self.admit()
+                self._runs.forget(member)
+        self._runs.admit()
         return unfinished
-
-    def end_waiting(self, reason: TrajectoryReason) -> None:
-        for member in self._waiting:
-            self._end_soon(member, reason)
-
-    def end_running(self, reason: TrajectoryReason) -> None:
-        for member in self._tasks.values():
-            self._end_soon(member, reason)
-
-    def leave_running(self) -> None:
-        """Wait no longer for environments that were given up or close: their trajectories have all they will have."""
-        for task in self._tasks:
-            task.cancel()
-
-    # What happens to a trajectory.
-
-    def _group(self, batch: Batch, spec: Group, content: bytes) -> SubmittedGroup:
-        seed = secrets.randbits(64) if spec.sampling.seed is None else spec.sampling.seed
-        largest = largest_record(spec, self._max_context)
-        return SubmittedGroup(batch, spec, content, seed, echoed_bytes(spec), largest, time.monotonic())
-
-    def _add(self, member: Member) -> None:
-        group, batch, session = member.group, member.batch, member.session
-        session.trajectories[member.id] = member
-        session.batches[batch.id] = batch
-        batch.groups[group.spec.id] = group
-        for count in (group.count, batch.count):
-            count.open += 1
-            count.owed += 1
-        self._waiting[member] = group.waiting[member] = None
-        self.admission.queue(member)
-        self.idle.clear()
-        self._watch(group)
-
-    def _start_next(self) -> bool:
-        member = self.admission.next(self._version())
-        if member is None:
-            return False
-        self._leave_queue(member)
-        member.rollout = self._launch(member.spec(next(self._starts)), functools.partial(self._turn, member))
-        task = asyncio.get_running_loop().create_task(member.rollout.run())
-        self._tasks[task] = member
-        task.add_done_callback(self._ended)
-        return True
-
-    def _turn(self, member: Member, turn: TurnDone) -> None:
-        if not member.forgotten:
-            member.session.post(member.turn(turn))
-
-    def _end_soon(self, member: Member, reason: TrajectoryReason) -> None:
-        """The first reason stays. A great many may end at once: the loop has other work between them."""
-        if member.record is not None or member.ending is not None:
-            return
-        member.ending = reason
-        self._to_end.put(member.session, member)
-        self._ending.wake()
-
-    def _end_next(self) -> bool:
-        member = self._to_end.take()
-        if member is None:
-            return False
-        assert member.ending is not None
-        if member.rollout is not None:
-            member.rollout.cancel(member.ending)
-        elif member in self._waiting:
-            self._end_unstarted(member, member.ending)
-        return True
-
-    def _watch(self, group: SubmittedGroup) -> None:
-        """See to it that samples do not wait beyond their deadline."""
-        seconds = group.spec.budget.trajectory_deadline_s
-        if seconds is not None and group.deadline is None and group.waiting:
-            left = next(iter(group.waiting)).accepted + seconds - time.monotonic()
-            group.deadline = asyncio.get_running_loop().call_later(max(0.0, left), self._overdue, group, seconds)
-
-    def _overdue(self, group: SubmittedGroup, seconds: float) -> None:
-        group.deadline = None
-        latest = time.monotonic() - seconds
-        for member in list(itertools.takewhile(lambda member: member.accepted <= latest, group.waiting)):
-            del group.waiting[member]
-            self._end_soon(member, "trajectory_deadline")
-        self._watch(group)
-
-    def _end_unstarted(self, member: Member, reason: TrajectoryReason) -> None:
-        self._leave_queue(member)
-        self.admission.start(member, 0)
-        self._finish(member, self._untouched(member.spec(next(self._starts)), member.end(reason, self._version())))
-
-    def _leave_queue(self, member: Member) -> None:
-        del self._waiting[member]
-        member.group.waiting.pop(member, None)
-        member.started = True
-
-    def _ended(self, task: asyncio.Task[Record]) -> None:
-        member = self._tasks.pop(task)
-        # A rollout makes a record of everything; if it cannot, its group must still end.
-        if task.cancelled():
-            end = End(member.ending or "abort_shutdown")
-            record = self._untouched(member.spec(next(self._starts)), end)
-        elif (error := task.exception()) is not None:
-            log.error("trajectory %r broke", member.id, exc_info=error)
-            broken = Internal(f"{type(error).__name__}: {error}", scope="trajectory")
-            record = self._untouched(member.spec(next(self._starts)), End("error", failure=broken.failure()))
-        else:
-            record = task.result()
-        self._finish(member, record)
-
-    def _finish(self, member: Member, record: Record) -> None:
-        group, batch, session = member.group, member.batch, member.session
-        member.record, member.rollout = record, None
-        self.ended[record.status] += 1
-        self.admission.ended(member, record_bytes(record, group.echoed))
-        for count in (group.count, batch.count):
-            count.open -= 1
-            count.ended[record.status] += 1
-        self._observer.trajectory_ended(batch.round, record, self._version())
-        if group.count.open == 0 and group.deadline is not None:
-            group.deadline.cancel()
-            group.deadline = None
-        session.outbox.drop(member.turn_key)
-        if member.forgotten:
-            self._forget(member)
-        else:
-            self.results += 1
-            session.post(member.done(record))
-            if group.count.open == 0:
-                session.post(group.done())
-            if batch.count.open == 0:
-                session.post(batch.done())
-        if group.count.open == 0:
-            self._observer.group_done(batch.round, group.spec.id, time.monotonic() - group.accepted)
-        if batch.count.open == 0:
-            self._observer.batch_done(batch.round)
-        self.admit()
-        if not self._tasks and not self._waiting:
-            self.idle.set()
-
-    def _forget(self, member: Member) -> None:
-        """The result is acknowledged, or nobody wants it: its id and its room are free."""
-        group, batch, session = member.group, member.batch, member.session
-        self.admission.keep(member, 0)
-        if not member.forgotten:
-            self.results -= 1
-        session.trajectories.pop(member.id, None)
-        for count in (group.count, batch.count):
-            count.owed -= 1
-        if group.count.settled():
-            session.outbox.sweep(group.key)
-        if batch.count.settled():
-            session.outbox.sweep(batch.key)
-            session.batches.pop(batch.id, None)
 
     def _named(self, session: Session, message: Cancel, found: Counter[str]) -> list[Member]:
         """Members that a `cancel` names in any way, each once."""

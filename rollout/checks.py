@@ -14,9 +14,10 @@ from protocols.requests import Score, SubmitBatch
 from rollout.admission import largest_record
 from rollout.chat.accept import declared
 from rollout.environments.checks import outside_of
+from rollout.partials import check_partials
 
-CAPABILITIES = ("scripted", "remote", "plugins", "chat", "score", "drain", "abort")
-"""What `welcome` lists. Refused by name until listed: early_cut, resume, sleep, keep_kv, recompute_kv."""
+CAPABILITIES = ("scripted", "remote", "plugins", "chat", "early_cut", "resume", "score", "drain", "abort")
+"""What `welcome` lists. Refused by name until listed: sleep, keep_kv, recompute_kv."""
 
 Ids = npt.NDArray[np.integer]
 
@@ -29,18 +30,16 @@ def check_submit(
     submit: SubmitBatch, *, model: ModelInfo, limits: Limits, resolve: Callable[[Environment], object]
 ) -> None:
     """Raises BadRequest or PromptTooLong with the path of the first field that cannot be. resolve: see Registry."""
-    for field in ("groups_needed", "min_complete"):
-        if getattr(submit, field) is not None:
-            raise lacking("early_cut", field)
-    if submit.surplus != "keep":
-        raise lacking("early_cut", "surplus")
-    if submit.resume:
-        raise lacking("resume", "resume")
+    partials = {record.trajectory_id for record in submit.partials}
     for i, group in enumerate(submit.groups):
+        whole = partials.isdisjoint(group.trajectory_ids)
+        if whole and (submit.min_complete or 0) > len(group.trajectory_ids) + group.counted:
+            raise BadRequest(f"is more than the samples of groups[{i}]", field="min_complete")
         try:
             _check_group(group, model, limits, resolve)
         except (BadRequest, PromptTooLong) as error:
             raise type(error)(error.message, field=f"groups[{i}].{error.field}") from None
+    check_partials(submit, model=model, resolve=resolve)
 
 
 BLOB_HEADER = 64

@@ -114,7 +114,7 @@ class Handlers:
         check_submit(request, model=service.model, limits=service.limits, resolve=service.environments.resolve)
         accepted = service.batches.accept(connection.session, request)
         service.reply(connection.peer, accepted)
-        service.batches.admit()
+        service.runs.admit()
 
     def _continue(self, connection: Connection, request: requests.Continue) -> Ok:
         taken = self._service.batches.answer(connection.session, request)
@@ -163,8 +163,8 @@ class Handlers:
 
         async def wait() -> Ok:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._service.batches.idle.wait(), request.timeout_s)
-            admission = self._service.batches.admission
+                await asyncio.wait_for(self._service.runs.idle.wait(), request.timeout_s)
+            admission = self._service.runs.admission
             return Ok(id=request.id, detail={"running": admission.running, "waiting": admission.waiting})
 
         self._spawn(connection, request, wait())

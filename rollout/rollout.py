@@ -8,15 +8,19 @@ import copy
 import logging
 import time
 from collections.abc import Callable
+from typing import Any
+
+import msgpack
 
 from engine.request import Completion, Request
 from protocols.errors import Internal
-from protocols.fields import STATUS_OF, ModelInfo, Record, TrajectoryReason, Truncation
+from protocols.fields import STATUS_OF, ModelInfo, Partial, Record, TrajectoryReason, Truncation
 from protocols.replies import TurnDone
 from protocols.requests import Continue
 from rollout.async_engine import AsyncEngine
 from rollout.chat.conversation import Conversation
 from rollout.chat.format import ChatFormat
+from rollout.deadline import Deadline
 from rollout.environments.base import Context, EnvironmentFactory, Rewards, TextCodec
 from rollout.environments.guard import PATIENCE, Guard, Patience
 from rollout.kv_gate import KvGate
@@ -25,6 +29,11 @@ from rollout.stopwatch import Stopwatch
 from rollout.trajectory import End, Trajectory, TrajectorySpec
 
 log = logging.getLogger(__name__)
+
+SNAPSHOT_BYTES = 64 * 2**10
+"""Of an environment's state in a record, as msgpack: what the wire's `max_metadata` allows."""
+CLOSE_S = 0.05
+"""How long a record waits for its environment's `close`."""
 
 
 class Rollout:
@@ -63,6 +72,13 @@ class Rollout:
         self._cancelled: asyncio.Future[End] = loop.create_future()
         self._overdue: asyncio.Future[End] = loop.create_future()
         self._generating: str | None = None
+        self._deadline = Deadline(self._seconds_left(), self._expire)
+        self._on_rest: Callable[[], None] | None = None
+        self._parked: asyncio.Future[None] | None = None
+        self._snapshot: dict[str, Any] | None = None
+        self._watch = Stopwatch(spec.accepted)
+        self.closing: asyncio.Task[None] | None = None
+        """The end of the environment, which may take longer than `run`."""
 
     async def run(self) -> Record:
         """Called once. Never raises: whatever happens becomes the record.
@@ -70,28 +86,55 @@ class Rollout:
         Cancelled, the task ends without one, except where it waits for a call that was given up or for `close`:
         then only that wait ends.
         """
-        watch = Stopwatch(self._spec.accepted)
+        watch = self._watch
         watch.queued()
-        deadline = self._set_deadline()
         try:
-            return await self._conclude(await self._episode(watch), watch)
+            record = await self._conclude(await self._episode(watch), watch)
+            await self._while_parked(watch)
+            return record
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             # Out of a task the last two would end the loop, and with it everyone's trajectories.
             log.exception("%s: the worker failed", self._spec.trajectory_id)
             return self._broken(error, watch)
         finally:
-            if deadline is not None:
-                deadline.cancel()
+            self._deadline.stop()
             self._mailbox.close()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._environment.close()
+            await self._close()
 
-    def cancel(self, reason: TrajectoryReason) -> None:
+    def cancel(self, reason: TrajectoryReason, truncation: Truncation | None = None) -> None:
         """End with what there is; `run` returns soon. Idempotent, the first reason stays; allowed before `run`."""
         if not self._cancelled.done():
-            self._cancelled.set_result(End(reason))
+            self._cancelled.set_result(End(reason, truncation))
             if self._generating is not None:
                 self._engine.abort((self._generating,), "abort_client")
+
+    def park(self, on_rest: Callable[[], None]) -> None:
+        """Go no further until `unpark`. A turn that is being sampled is broken off, and `on_rest` called when what it
+        has is here; an environment that is at work goes on working. One that ends before that never rests."""
+        self._on_rest = on_rest
+        self._parked = asyncio.get_running_loop().create_future()
+        self._deadline.stop()
+        if self._generating is None:
+            self._rest()
+        else:
+            self._engine.abort((self._generating,), "abort_client")
+
+    def unpark(self) -> None:
+        """Go on; the time since `park` counts in no deadline."""
+        parked, self._parked = self._parked, None
+        if parked is not None:
+            self._deadline.start()
+            parked.set_result(None)
+
+    def so_far(self, reason: TrajectoryReason) -> Record:
+        """What its record would be if it ended now."""
+        times, wall_s = self._watch.total, self._watch.wall_s
+        return self._trajectory.to_record(End(reason), times, wall_s, Rewards(), self._partial())
+
+    @property
+    def length(self) -> int:
+        """Tokens so far."""
+        return self._trajectory.length
 
     def answer(self, message: Continue) -> None:
         """The trainer's answer to `turn_done`. Raises PrefixMismatch, UnknownTrajectory, BadRequest."""
@@ -112,29 +155,84 @@ class Rollout:
         trajectory, environment = self._trajectory, self._environment
         if (end := self._stopped()) is not None:
             return end
-        answer = await environment.open(self._context, (self._cancelled, self._overdue))
+        end = await self._open()
         watch.tool()
-        end = answer if isinstance(answer, End) else trajectory.append(answer)
         while end is None:
-            if (end := self._stopped() or trajectory.before_turn(self._engine.stats.weight_version)) is not None:
+            await self._while_parked(watch)
+            if (end := self._stopped()) is not None:
                 break
-            request = trajectory.request()
-            completion = await self._generate(request)
-            times = watch.turn(completion.times)
-            end = trajectory.take(request, completion, times, ends_when_cut=environment.ends_when_cut)
-            if end is not None and STATUS_OF[end.reason] == "failed":
-                break
-            if (end := self._stopped() or end) is not None:
-                break
+            if not trajectory.unanswered:
+                if (end := trajectory.before_turn(self._engine.stats.weight_version)) is not None:
+                    break
+                request = trajectory.request()
+                completion = await self._generate(request)
+                times = watch.turn(completion.times)
+                end = trajectory.take(request, completion, times, ends_when_cut=environment.ends_when_cut)
+                if end is not None and STATUS_OF[end.reason] == "failed":
+                    break
+                if end is None or (end.reason == "abort_client" and not self._cancelled.done()):
+                    self._rest()
+                    if trajectory.cut and self._parked is not None:
+                        end = None
+                        continue
+                if (end := self._stopped() or end) is not None:
+                    break
             answer = await environment.step(trajectory.last_turn(), (self._cancelled, self._overdue))
             trajectory.waited(watch.tool())
             end = answer if isinstance(answer, End) else trajectory.answer(answer, fixed_turns=environment.fixed_turns)
+            end = end or await self._keep_state()
         return end
+
+    async def _open(self) -> End | None:
+        trajectory, environment, stops = self._trajectory, self._environment, (self._cancelled, self._overdue)
+        if trajectory.begun:
+            before = None if self._spec.partial is None else self._spec.partial.partial
+            self._snapshot = None if before is None else before.snapshot
+            return await environment.reopen(self._context, self._snapshot, stops)
+        answer = await environment.open(self._context, stops)
+        if isinstance(answer, End):
+            return answer
+        return trajectory.append(answer) or await self._keep_state()
+
+    async def _keep_state(self) -> End | None:
+        """The environment's state between two turns, where the trajectory may have to go on elsewhere."""
+        if not self._spec.resumable or not self._environment.resumable:
+            return None
+        state = await self._environment.snapshot((self._cancelled, self._overdue))
+        if isinstance(state, End):
+            return state
+        if state is not None and (size := len(msgpack.packb(state))) > SNAPSHOT_BYTES:
+            log.warning("%s: a snapshot of %d bytes is too large to be sent", self._spec.trajectory_id, size)
+            state = None
+        self._snapshot = state
+        return None
+
+    def _partial(self) -> Partial | None:
+        known = self._snapshot is not None or self._environment.stateless or not self._trajectory.begun
+        return self._trajectory.partial(self._snapshot) if known else None
+
+    def _rest(self) -> None:
+        on_rest, self._on_rest = self._on_rest, None
+        if on_rest is not None:
+            self._engine.release_kv(self._trajectory.key)
+            on_rest()
+
+    async def _while_parked(self, watch: Stopwatch) -> None:
+        while self._parked is not None and not self._cancelled.done():
+            await asyncio.wait((self._parked, self._cancelled), return_when=asyncio.FIRST_COMPLETED)
+            watch.paused()
+
+    async def _close(self) -> None:
+        """A slow one goes on closing on its own: nobody waits for its record until then."""
+        self.closing = asyncio.get_running_loop().create_task(self._environment.close())
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait((self.closing,), timeout=CLOSE_S)
 
     async def _generate(self, request: Request) -> Completion:
         seconds = self._spec.group.budget.turn_deadline_s
         timer = None
         if seconds is not None:
+            seconds = max(0.0, seconds - self._trajectory.spent_s)
             timer = asyncio.get_running_loop().call_later(seconds, self._engine.abort, (request.id,), "turn_deadline")
         self._generating = request.id
         try:
@@ -157,7 +255,7 @@ class Rollout:
                 end = scored
             else:
                 rewards = scored
-        return self._trajectory.to_record(end, watch.total, watch.wall_s, rewards)
+        return self._trajectory.to_record(end, watch.total, watch.wall_s, rewards, self._partial())
 
     def _broken(self, error: BaseException, watch: Stopwatch) -> Record:
         """A fault of our own. What the trajectory holds cannot be trusted, so only its prompt goes back."""
@@ -165,19 +263,17 @@ class Rollout:
         untouched = Trajectory(self._spec, self._model)
         return untouched.to_record(End("error", failure=failure), watch.total, watch.wall_s, Rewards())
 
-    def _set_deadline(self) -> asyncio.TimerHandle | None:
-        seconds = self._spec.group.budget.trajectory_deadline_s
+    def _seconds_left(self) -> float | None:
+        """Of `trajectory_deadline_s`, now."""
+        seconds, accepted = self._spec.group.budget.trajectory_deadline_s, self._spec.accepted
         if seconds is None:
             return None
-        end = End("trajectory_deadline", Truncation(limit="trajectory_deadline_s", value=seconds))
-        left = seconds if self._spec.accepted is None else self._spec.accepted + seconds - time.monotonic()
-        if left <= 0:
-            self._overdue.set_result(end)
-            return None
-        return asyncio.get_running_loop().call_later(left, self._expire, end)
+        before = 0.0 if self._spec.partial is None else self._spec.partial.wall_s
+        return seconds - before - (0.0 if accepted is None else time.monotonic() - accepted)
 
-    def _expire(self, end: End) -> None:
-        self._overdue.set_result(end)
+    def _expire(self) -> None:
+        seconds = self._spec.group.budget.trajectory_deadline_s or 0.0
+        self._overdue.set_result(End("trajectory_deadline", Truncation(limit="trajectory_deadline_s", value=seconds)))
         if self._generating is not None:
             self._engine.abort((self._generating,), "turn_deadline")
 

@@ -32,6 +32,7 @@ from rollout.kv_budget import KvBudget
 from rollout.kv_gate import KvGate
 from rollout.observer import Observer, Silence
 from rollout.rollout import Rollout
+from rollout.runs import Runs
 from rollout.score import Scorer
 from rollout.sessions import Session, Sessions
 from rollout.trajectory import End, Trajectory, TrajectorySpec
@@ -109,12 +110,12 @@ class Service:
             self.engine,
             version=served.weight_version,
             digest=served.weight_digest,
-            on_commit=lambda: self.batches.admit(),
+            on_commit=lambda: self.runs.admit(),
             observer=observer,
         )
         kv = None if served.kv_tokens is None else KvBudget(served.kv_tokens)
-        self._generator = self.engine if kv is None else KvGate(self.engine, kv, on_room=lambda: self.batches.admit())
-        self.batches = Batches(
+        self._generator = self.engine if kv is None else KvGate(self.engine, kv, on_room=lambda: self.runs.admit())
+        self.runs = Runs(
             Admission(
                 result_bytes=limits.result_bytes,
                 at_once=at_once,
@@ -125,9 +126,9 @@ class Service:
             launch=self._launch,
             untouched=self._untouched,
             version=lambda: self.weights.version,
-            max_context=served.model.max_context,
             observer=observer,
         )
+        self.batches = Batches(self.runs, max_context=served.model.max_context)
         self.scorer = Scorer(self.engine, served.model, self.limits)
         self.sessions = Sessions(self._send, limits=limits, client_timeout=timeouts.client, on_expired=self._expired)
         self._handlers = Handlers(self)
@@ -165,16 +166,16 @@ class Service:
         self.stopping = True
         timeouts = self._timeouts
         end = time.monotonic() + timeouts.drain + timeouts.ack
-        self.batches.end_waiting("abort_shutdown")
+        self.runs.end_waiting("abort_shutdown")
         # A dead or paused engine finishes nothing.
-        await _within(self.batches.idle.wait(), 0.0 if self.engine.died or self.paused else timeouts.drain)
-        self.batches.end_running("abort_shutdown")
-        await _within(self.batches.idle.wait(), timeouts.ack / 2)
-        self.batches.leave_running()
-        await _within(self.batches.idle.wait(), timeouts.ack / 4)
+        await _within(self.runs.idle.wait(), 0.0 if self.engine.died or self.paused else timeouts.drain)
+        self.runs.end_running("abort_shutdown")
+        await _within(self.runs.idle.wait(), timeouts.ack / 2)
+        self.runs.leave_running()
+        await _within(self.runs.idle.wait(), timeouts.ack / 4)
         # Delivery may use what is left of the drain: a result that is not taken over has to be made again elsewhere.
         await _within(self._delivered(), end - time.monotonic())
-        if left := self.batches.results:
+        if left := self.runs.results:
             log.warning("%d results were not acknowledged before the end", left)
         for connection in self.sessions.connections:
             for task, request_id in tuple(connection.calls.items()):
@@ -206,7 +207,10 @@ class Service:
 
     def _untouched(self, spec: TrajectorySpec, end: End) -> Record:
         waited = 0.0 if spec.accepted is None else time.monotonic() - spec.accepted
-        return Trajectory(spec, self.model).to_record(end, Times(queue=waited), waited, Rewards())
+        trajectory = Trajectory(spec, self.model)
+        before = None if spec.partial is None else spec.partial.partial
+        partial = trajectory.partial(None if before is None else before.snapshot)
+        return trajectory.to_record(end, Times(queue=waited), waited, Rewards(), partial)
 
     # Messages in and out.
 
@@ -279,9 +283,9 @@ class Service:
             uptime_s=time.monotonic() - self._started,
             weight_version=self.weights.version,
             weight_digest=self.weights.digest,
-            trajectories_running=self.batches.admission.running,
-            trajectories_waiting=self.batches.admission.waiting,
-            results_unacknowledged=self.batches.results,
+            trajectories_running=self.runs.admission.running,
+            trajectories_waiting=self.runs.admission.waiting,
+            results_unacknowledged=self.runs.results,
             sessions=len(self.sessions),
             engine={name: float(value) for name, value in dataclasses.asdict(self.engine.stats).items()},
             wire=self._wire(),
@@ -294,8 +298,11 @@ class Service:
             "tx_bytes": self._channel.tx_bytes,
             "queue_depth": sum(sender.depth for sender in senders),
             "window_stalls": sum(sender.stalls for sender in senders),
-            "credit_stalls": self.batches.admission.stalls,
-            "reserved_bytes": self.batches.admission.reserved_bytes,
+            "credit_stalls": self.runs.admission.stalls,
+            "reserved_bytes": self.runs.admission.reserved_bytes,
+            "kept_bytes": self.runs.admission.kept_bytes,
+            "kept": self.runs.admission.kept,
+            "waiting_for_weights": self.runs.admission.waiting_for_weights,
             "unreadable": self._unreadable,
             "undeliverable": self._undeliverable,
             "clients_gone": self._gone,

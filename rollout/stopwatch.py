@@ -34,6 +34,10 @@ class Stopwatch:
         """Until now it waited to start."""
         self._seconds["queue"] += self._lap()
 
+    def paused(self) -> None:
+        """Until now it was parked."""
+        self._seconds["paused"] += self._lap()
+
     def turn(self, engine: EngineTimes) -> Times:
         """Until now the engine had it."""
         lap = self._lap()

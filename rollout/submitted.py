@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Literal
 
 from protocols.errors import StaleVersion
 from protocols.fields import Group, Record, Status, TrajectoryReason, Truncation
 from protocols.replies import BatchDone, GroupDone, TrajectoryDone, TurnDone
+from protocols.requests import SubmitBatch
 from rollout.observer import Round
 from rollout.outbox import Event, Key
 from rollout.rollout import Rollout
@@ -29,33 +31,82 @@ class Count:
         return self.owed == 0
 
 
+@dataclass(frozen=True, slots=True)
+class Target:
+    """When a batch has enough, and what becomes of the rest: see `SubmitBatch`."""
+
+    groups_needed: int | None = None
+    min_complete: int | None = None
+    surplus: Literal["keep", "return"] = "keep"
+    max_retries: int = 0
+
+    @classmethod
+    def of(cls, submit: SubmitBatch) -> Target:
+        return cls(**{field.name: getattr(submit, field.name) for field in fields(cls)})
+
+    @property
+    def cuts(self) -> bool:
+        return self.groups_needed is not None or self.min_complete is not None
+
+    def differs(self, other: Target) -> str | None:
+        """The first field in which it does."""
+        return next((f.name for f in fields(self) if getattr(self, f.name) != getattr(other, f.name)), None)
+
+    @property
+    def resumable(self) -> bool:
+        """May a trajectory have to go on elsewhere, and its environment to say its state?"""
+        return self.cuts and self.surplus == "return"
+
+
 @dataclass(slots=True, eq=False)
 class Batch:
-    """submit_id: id of the newest submit that named this batch; its events carry it. step: the round it belongs to."""
+    """submit_id: id of the newest submit that named this batch; its events carry it. step: the round it belongs to.
+
+    complete: groups that have min_complete. kept: ids, in the order they were. cut, cut_tokens: see `BatchDone`.
+    """
 
     session: Session
     id: str
     submit_id: str
     accepted: float
     step: int
+    target: Target = Target()
     groups: dict[str, SubmittedGroup] = field(default_factory=dict)
     count: Count = field(default_factory=Count)
+    complete: int = 0
+    kept: list[str] = field(default_factory=list)
+    cut: int = 0
+    cut_tokens: int = 0
 
     @property
     def key(self) -> Key:
         return "batch", self.id
 
     @property
+    def satisfied(self) -> bool:
+        needed = self.target.groups_needed
+        return self.target.cuts and self.complete >= (len(self.groups) if needed is None else needed)
+
+    def was_cut(self, record: Record) -> None:
+        """record: what it had then."""
+        self.cut += 1
+        self.cut_tokens += sum(turn.length for segment in record.segments for turn in segment.turns)
+
+    @property
     def round(self) -> Round:
         return Round(self.session.token, self.id, self.step, self.accepted)
 
     def done(self) -> Event:
-        counts, wall_s = dict(self.count.ended), time.monotonic() - self.accepted
-        return Event(
-            self.key,
-            lambda: BatchDone(id=self.submit_id, batch_id=self.id, counts=counts, wall_s=wall_s),
-            settled=self.count.settled,
+        message = BatchDone(
+            id=self.submit_id,
+            batch_id=self.id,
+            counts=dict(self.count.ended),
+            wall_s=time.monotonic() - self.accepted,
+            cut=self.cut,
+            cut_tokens=self.cut_tokens,
+            kept=tuple(self.kept),
         )
+        return Event(self.key, lambda: message.model_copy(update={"id": self.submit_id}), settled=self.count.settled)
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +115,7 @@ class SubmittedGroup:
 
     echoed: bytes of it that every record repeats. largest: bytes of the largest record that a sample can become.
     waiting: samples that have not started, in the order of their accept; deadline: of the first of them.
+    size: samples that were submitted; kept: of those, how many wait for a `resume`. complete: it has min_complete.
     """
 
     batch: Batch
@@ -74,6 +126,10 @@ class SubmittedGroup:
     largest: int
     accepted: float
     count: Count = field(default_factory=Count)
+    size: int = 0
+    kept: int = 0
+    complete: bool = False
+    next_index: int = 0
     waiting: dict[Member, None] = field(default_factory=dict)
     deadline: asyncio.TimerHandle | None = None
 
@@ -81,35 +137,83 @@ class SubmittedGroup:
     def key(self) -> Key:
         return "group", self.batch.id, self.spec.id
 
+    @property
+    def seconds(self) -> float | None:
+        return self.spec.budget.trajectory_deadline_s
+
+    @property
+    def counted(self) -> int:
+        """Samples that count towards min_complete."""
+        return self.spec.counted + self.count.ended["completed"] + self.count.ended["truncated"]
+
+    @property
+    def needed(self) -> int:
+        """How many of those make it complete."""
+        everything = self.spec.counted + self.size
+        return min(self.batch.target.min_complete or everything, everything)
+
+    def ended(self, record: Record) -> bool:
+        """One of its trajectories has ended. True: by that the group is complete."""
+        for count in (self.count, self.batch.count):
+            count.open -= 1
+            count.ended[record.status] += 1
+        if record.finish_reason == "abort_surplus":
+            self.batch.was_cut(record)
+        if self.complete or self.counted < self.needed:
+            return False
+        self.complete = True
+        # What an earlier batch had enough of is left over, and no reason to end this one.
+        self.batch.complete += self.spec.counted < self.needed
+        return True
+
+    def spare_index(self) -> int:
+        """A sample index that none of its samples has had."""
+        used = {member.asked_index for member in self.batch.session.trajectories.values() if member.group is self}
+        used.update(self.spec.sample_indices or range(len(self.spec.trajectory_ids)))
+        self.next_index = max(self.next_index, len(used))
+        while self.next_index in used:
+            self.next_index += 1
+        self.next_index += 1
+        return self.next_index - 1
+
     def done(self) -> Event:
-        batch, counts = self.batch, dict(self.count.ended)
-        complete = not counts.keys() & {"aborted", "failed"}
-        return Event(
-            self.key,
-            lambda: GroupDone(
-                id=batch.submit_id, batch_id=batch.id, group_id=self.spec.id, counts=counts, complete=complete
-            ),
-            settled=self.count.settled,
+        batch = self.batch
+        message = GroupDone(
+            id=batch.submit_id,
+            batch_id=batch.id,
+            group_id=self.spec.id,
+            counts=dict(self.count.ended),
+            complete=self.complete,
+            short=not self.complete and self.counted + self.kept < self.needed,
+            kept=self.kept,
         )
+        return Event(self.key, lambda: message.model_copy(update={"id": batch.submit_id}), settled=self.count.settled)
 
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One trajectory. order: of its accept. reserved: bytes of result space it holds now.
+    """One trajectory. asked_index: the sample index it was submitted with; sample_index: that of its present attempt.
 
+    order: of its accept. reserved: bytes of result space it holds now; parked: those of a partial instead.
     started: it has left the queue. ending: it is to end for this reason. forgotten: nobody is left who wants it.
-    rollout: while it runs. record: from its end on.
+    kept_s: it is kept, so many seconds after its accept. partial: the record that it goes on from.
+    rollout: while it runs or is kept. record: from its end on.
     """
 
     id: str
     group: SubmittedGroup
+    asked_index: int
     sample_index: int
     order: int
     accepted: float
     reserved: int = 0
+    parked: int = 0
     started: bool = False
     ending: TrajectoryReason | None = None
     forgotten: bool = False
+    kept_s: float | None = None
+    retries: int = 0
+    partial: Record | None = None
     rollout: Rollout | None = None
     record: Record | None = None
 
@@ -140,6 +244,9 @@ class Member:
             seed=self.group.seed,
             order=start,
             accepted=self.accepted,
+            retries=self.retries,
+            partial=self.partial,
+            resumable=self.batch.target.resumable,
         )
 
     def end(self, reason: TrajectoryReason, version: int) -> End:

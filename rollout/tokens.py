@@ -61,6 +61,19 @@ class Tokens:
         elsewhere = source == SOURCE_SAMPLED
         self._extend(ids, np.where(elsewhere, np.uint8(SOURCE_PREFIX), source), elsewhere)
 
+    def restore(self, segment: Segment) -> None:
+        """Everything after the prompt, which is there already, of a segment that was cut."""
+        begin = len(self)
+        source = segment.source[begin:]
+        logprobs = {self._modes[0]: segment.logprobs[begin:]}
+        logprobs |= {mode: array[begin:] for mode, array in segment.more_logprobs.items()}
+        self._extend(segment.token_ids[begin:], source, source == SOURCE_SAMPLED, logprobs)
+        _add_runs(self._weight_versions, segment.weight_versions.tolist())
+        _add_runs(self._kv_versions, segment.kv_versions.tolist())
+        if segment.top_ids is not None and segment.top_logprobs is not None:
+            self._top.append((segment.top_ids, segment.top_logprobs))
+        self._prompt_logprobs = segment.prompt_logprobs
+
     def add(self, ids: IntArray, source: int) -> None:
         self._extend(ids, np.full(len(ids), source, np.uint8), np.zeros(len(ids), np.bool_))
 

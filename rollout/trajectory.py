@@ -9,6 +9,7 @@ the ids of the earlier ones.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from engine.request import Completion, Failure, IntArray, Request
 from protocols import fields
@@ -30,6 +31,9 @@ from rollout.failures import wire_error
 from rollout.sampling import engine_params, stop_rule
 from rollout.tokens import MAX_SEGMENTS, Tokens, fault
 
+ABORTED = ("abort_client", "abort_weight_update")
+"""Reasons of a turn that can go on where it was broken off."""
+
 
 @dataclass(frozen=True, slots=True)
 class TrajectorySpec:
@@ -39,6 +43,8 @@ class TrajectorySpec:
     order: start of the trajectory among all of the worker's; smaller runs first.
     accepted: `time.monotonic()` at accept; waiting before `Rollout.run` then counts as queue time and against
         `trajectory_deadline_s`. None: the time of `run`.
+    retries: attempts at it that failed. partial: what it had when it was cut, and goes on from; its budgets are used
+        up as far as that says. resumable: keep what it takes for the environment to go on elsewhere.
     """
 
     session: str
@@ -49,6 +55,9 @@ class TrajectorySpec:
     seed: int
     order: int = 0
     accepted: float | None = None
+    retries: int = 0
+    partial: Record | None = None
+    resumable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +105,13 @@ class Trajectory:
         self._tokens.add_prompt(spec.group.prompt, spec.group.prompt_source)
         self._turn_limit = self._sampling.max_tokens
         self._turns: list[Turn] = []
+        self._answered = True
+        if spec.partial is not None and spec.partial.partial is not None:
+            (segment,) = spec.partial.segments
+            self._tokens.restore(segment)
+            self._turns += segment.turns
+            self._turn_limit = spec.partial.partial.max_tokens
+            self._answered = spec.partial.partial.answered
 
     @property
     def length(self) -> int:
@@ -105,6 +121,32 @@ class Trajectory:
     def key(self) -> str:
         """`Request.trajectory` of its turns."""
         return f"{self._spec.session}/{self._spec.trajectory_id}"
+
+    @property
+    def sampled(self) -> int:
+        """Tokens sampled so far."""
+        return sum(turn.length for turn in self._turns)
+
+    @property
+    def begun(self) -> bool:
+        """Is there more than the prompt?"""
+        return bool(self._turns) or self.length > len(self._spec.group.prompt)
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds that the turn to be gone on with has taken already."""
+        times = self._turns[-1].times if self.cut else None
+        return 0.0 if times is None else times.queue + times.prefill + times.decode + times.preempted
+
+    @property
+    def cut(self) -> bool:
+        """Was the last turn broken off? Then the next request goes on with it."""
+        return not self._answered and self._turns[-1].finish_reason in ABORTED
+
+    @property
+    def unanswered(self) -> bool:
+        """Has the last turn ended by itself, and not been answered?"""
+        return not self._answered and not self.cut
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -152,12 +194,15 @@ class Trajectory:
 
     def request(self) -> Request:
         """The next turn, once `before_turn` has let it pass."""
-        spec, index = self._spec, len(self._turns)
+        spec, index = self._spec, len(self._turns) - self.cut
+        limit = self._turn_limit
+        if limit is not None and self.cut:
+            limit -= self._turns[-1].length
         return Request(
             id=f"{self.key}/{index}",
             token_ids=self._tokens.ids,
             sampled=self._tokens.sampled,
-            max_tokens=self._room() if self._turn_limit is None else min(self._turn_limit, self._room()),
+            max_tokens=self._room() if limit is None else min(limit, self._room()),
             params=engine_params(
                 self._sampling, seed=spec.seed, sample_index=spec.sample_index, segment=len(self._closed)
             ),
@@ -166,7 +211,7 @@ class Trajectory:
             group="" if index else f"{spec.session}/{spec.batch_id}/{spec.group.id}",
             logprob_modes=self._sampling.logprobs,
             top_logprobs=self._sampling.top_logprobs,
-            prompt_logprobs=self._sampling.prompt_logprobs and index == 0,
+            prompt_logprobs=self._sampling.prompt_logprobs and index == 0 and self.sampled == 0,
             trajectory=self.key,
             goes_on=not self._is_last(index),
             expected_wait=sum(turn.times.tool_wait for turn in self._turns) / index if index else 0.0,
@@ -176,7 +221,8 @@ class Trajectory:
         """Append what the turn `request` sampled. ends_when_cut: a turn that was cut ends the trajectory."""
         wrong = fault(completion, request)
         if wrong is None:
-            self._turns.append(self._turn(completion, times))
+            self._turns[len(self._turns) - self.cut :] = [self._turn(completion, times)]
+            self._answered = False
             self._tokens.add_sampled(completion)
         if completion.error is not None:
             return _failed(completion.error)
@@ -207,13 +253,15 @@ class Trajectory:
     def waited(self, seconds: float) -> None:
         """The environment had the last turn for so long."""
         turn = self._turns[-1]
-        self._turns[-1] = turn.model_copy(update={"times": turn.times.model_copy(update={"tool_wait": seconds})})
+        times = turn.times.model_copy(update={"tool_wait": turn.times.tool_wait + seconds})
+        self._turns[-1] = turn.model_copy(update={"times": times})
 
     def answer(self, answer: Answer, *, fixed_turns: bool) -> End | None:
         """What the environment said to the last turn. Nothing is appended where no turn follows.
 
         fixed_turns: `done` is named after how the last turn ended, not `env_done`.
         """
+        self._answered = True
         turn = self._turns[-1]
         called = answer.called and turn.finish_reason == "stop"
         reason = "tool_calls" if called else turn.finish_reason
@@ -226,9 +274,13 @@ class Trajectory:
             return End("max_turns")
         return self.append(answer)
 
-    def to_record(self, end: End, times: fields.Times, wall_s: float, rewards: Rewards) -> Record:
+    def to_record(
+        self, end: End, times: fields.Times, wall_s: float, rewards: Rewards, partial: fields.Partial | None = None
+    ) -> Record:
         """Raises ValidationError where two lengths disagree (the segment checks them; the rest is checked already)."""
         spec, group = self._spec, self._spec.group
+        if (before := spec.partial) is not None:
+            times, wall_s = add_times(before.times, times), before.wall_s + wall_s
         status = STATUS_OF[end.reason]
         return Record.model_construct(
             trajectory_id=spec.trajectory_id,
@@ -247,7 +299,16 @@ class Trajectory:
             wall_s=wall_s,
             metadata=group.metadata,
             purpose=group.purpose,
+            retries=spec.retries,
+            partial=partial if status == "aborted" else None,
         )
+
+    def partial(self, snapshot: dict[str, Any] | None) -> fields.Partial | None:
+        """What it takes to go on from here elsewhere. None: it takes more than a record can hold."""
+        if self._closed or self._spec.group.messages is not None:
+            return None
+        limit = self._turn_limit
+        return fields.Partial.model_construct(answered=self._answered, max_tokens=limit, snapshot=snapshot)
 
     def _segments(self, *, trainable: bool) -> tuple[Segment, ...]:
         """A segment in which nothing was sampled says nothing new, unless it is the only one."""
@@ -264,12 +325,28 @@ class Trajectory:
 
     def _turn(self, completion: Completion, times: fields.Times) -> Turn:
         start, count, stop = self.length, len(completion.token_ids), completion.stop
+        reason, stopped = completion.finish_reason, None if stop is None else str(stop)
+        if isinstance(stop, bytes):
+            stopped = stop.decode(errors="replace")
+        before = self._turns[-1] if self.cut else None
+        if reason in ABORTED and count + (before.length if before else 0) == self._turn_limit:
+            reason = "length"
+        if before is not None:
+            return before.model_copy(
+                update={
+                    "length": before.length + count,
+                    "finish_reason": reason,
+                    "stop": stopped,
+                    "preemptions": before.preemptions + completion.preemptions + 1,
+                    "times": add_times(before.times, times),
+                }
+            )
         return Turn.model_construct(  # our own plain values, once a turn: not worth a validation
             index=len(self._turns),
             start=start,
             length=count,
-            finish_reason=completion.finish_reason,
-            stop=stop.decode(errors="replace") if isinstance(stop, bytes) else None if stop is None else str(stop),
+            finish_reason=reason,
+            stop=stopped,
             prompt_len=start,
             cached_tokens=completion.cached_tokens,
             computed_tokens=completion.computed_tokens,
@@ -299,6 +376,11 @@ class Trajectory:
         if turn.finish_reason == "turn_deadline":
             return End("length", Truncation(limit="turn_deadline_s", value=self._budget.turn_deadline_s or 0.0))
         return End("length", Truncation(limit="max_tokens", value=turn.length))
+
+
+def add_times(one: fields.Times, other: fields.Times) -> fields.Times:
+    names = fields.Times.model_fields
+    return fields.Times.model_construct(**{name: getattr(one, name) + getattr(other, name) for name in names})
 
 
 def _failed(failure: Failure) -> End:

@@ -13,11 +13,12 @@ from protocols.fields import Group, Sampling
 from protocols.replies import Pong, Scored, TurnDone, WeightsCommitted, WeightsPrepared, Welcome, WorkerStatus
 from rollout.client import calls
 from rollout.client.batch import AsyncBatch
-from rollout.client.calls import Mode, WeightUpdate
+from rollout.client.calls import Mode, Surplus, WeightUpdate
 from rollout.client.core import Core
 from rollout.client.groups import GroupMaker, Ids
 from rollout.client.link import Curve
 from rollout.client.push import PushedWeights
+from rollout.client.trajectory import Trajectory
 from rollout.client.waiting import arun
 
 if TYPE_CHECKING:
@@ -83,10 +84,15 @@ class AsyncRolloutClient(GroupMaker):
 
     async def submit(
         self,
-        groups: Group | Sequence[Group],
+        groups: Group | Sequence[Group] = (),
         *,
         batch_id: str | None = None,
         step: int | None = None,
+        groups_needed: int | None = None,
+        min_complete: int | None = None,
+        surplus: Surplus = "keep",
+        resume: Sequence[Group | Trajectory] = (),
+        max_retries: int = 0,
         auto_ack: bool = True,
         timeout: float | None = None,
     ) -> AsyncBatch:
@@ -98,9 +104,29 @@ class AsyncRolloutClient(GroupMaker):
         cancelled; make new groups to try again).
 
         step: of your trainer; the worker's metrics of this batch appear under it. Without it the weight version.
+
+        groups_needed: end the batch early, when so many groups are complete, which is with `min_complete` of their
+        samples `completed` or `truncated` (all, without it). surplus: what becomes of the rest then: "keep" leaves it
+        in the worker, `batch.kept` names it; "return" brings it as `abort_surplus`, with what it has. resume: groups
+        of an earlier `batch.kept`, or trajectories that are `resumable`, to go on where they were.
+        max_retries: so many times a sample that failed starts again, with a new sample index and under its old id.
         """
-        message, mailbox = await arun(calls.submit(self._core, groups, batch_id, step, auto_ack, timeout))
-        return AsyncBatch(self._core, message, mailbox, auto_ack, self)
+        submitted = await arun(
+            calls.submit(
+                self._core,
+                groups,
+                batch_id=batch_id,
+                step=step,
+                groups_needed=groups_needed,
+                min_complete=min_complete,
+                surplus=surplus,
+                max_retries=max_retries,
+                resume=resume,
+                auto_ack=auto_ack,
+                timeout=timeout,
+            )
+        )
+        return AsyncBatch(self._core, submitted, auto_ack, self)
 
     async def continue_(
         self,

@@ -11,27 +11,26 @@ from typing import Self
 from protocols.errors import BadRequest
 from protocols.fields import Group
 from protocols.replies import TurnDone
-from protocols.requests import SubmitBatch
+from rollout.client.calls import Submitted
 from rollout.client.core import Core
-from rollout.client.ledger import Item
 from rollout.client.trajectory import Trajectory
-from rollout.client.waiting import End, Mailbox, Steps, arun, run
+from rollout.client.waiting import End, Steps, arun, run
 
 
 class BatchView:
     """What both faces of a batch share. Dropping the last reference to one is like `close`."""
 
-    def __init__(self, core: Core, message: SubmitBatch, mailbox: Mailbox[Item], auto_ack: bool, owner: object) -> None:
-        self.batch_id = message.batch_id
-        self.submitted: tuple[Group, ...] = message.groups
+    def __init__(self, core: Core, submitted: Submitted, auto_ack: bool, owner: object) -> None:
+        self.batch_id = submitted.batch_id
+        self.submitted = submitted.groups
         self._core = core
-        self._mailbox = mailbox
+        self._mailbox = submitted.mailbox
         self._auto_ack = auto_ack
         self._owner = owner  # a batch keeps its client alive
-        self._rank = {name: i for i, name in enumerate(n for group in message.groups for n in group.trajectory_ids)}
-        self._group = {name: group for group in message.groups for name in group.trajectory_ids}
-        self._remote = any(group.environment.name == "remote" for group in message.groups)
-        self._partial: dict[str, list[Trajectory]] = {group.id: [] for group in message.groups}
+        self._rank = {name: i for i, name in enumerate(n for group in self.submitted for n in group.trajectory_ids)}
+        self._group = {name: group for group in self.submitted for name in group.trajectory_ids}
+        self._remote = any(group.environment.name == "remote" for group in self.submitted)
+        self._partial: dict[str, list[Trajectory]] = {group.id: [] for group in self.submitted}
         self._collected: list[Trajectory] = []
         self._one_by_one = False
 
@@ -43,6 +42,15 @@ class BatchView:
     def ended(self) -> int:
         """Trajectories that have ended so far, yielded or not."""
         return len(self._rank) - self._mailbox.left
+
+    @property
+    def kept(self) -> tuple[Group, ...]:
+        """What the worker has kept when the batch had enough: a later `submit(..., resume=batch.kept)` goes on with it.
+
+        Each group with those of its trajectories. The worker forgets them with this client, or when they are
+        cancelled; then, or after its restart, `submit(batch.kept)` starts them anew.
+        """
+        return self._mailbox.kept
 
     def close(self) -> None:
         """Give the rest up: cancel what runs, drop what has not been yielded. Does nothing after the last one."""
@@ -81,13 +89,21 @@ class BatchView:
         while True:
             item = yield from self._next_trajectory(in_hand)
             if isinstance(item, End):
-                return item
+                return self._rest_of_groups() or item
             in_hand = ()
             group = self._group[item.trajectory_id]
             members = self._partial[group.id]
             members.append(item)
             if len(members) == len(group.trajectory_ids):
                 return self._in_order(self._partial.pop(group.id))
+
+    def _rest_of_groups(self) -> list[Trajectory] | None:
+        """What has ended of a group of which some were kept."""
+        while self._partial:
+            _, members = self._partial.popitem()
+            if members:
+                return self._in_order(members)
+        return None
 
     def _rest(self) -> Steps[list[Trajectory]]:
         """Collected on the batch, so that a timeout or an interrupt loses nothing: the next call goes on."""
@@ -132,7 +148,7 @@ class Batch(BatchView):
             in_hand = () if isinstance(item, TurnDone) else (item,)
 
     def groups(self) -> Iterator[list[Trajectory]]:
-        """Whole groups as each ends, its trajectories in sample order."""
+        """Whole groups as each ends, its trajectories in sample order; last, those of which some were kept."""
         in_hand: list[Trajectory] = []
         while not isinstance(group := run(self._next_group(in_hand)), End):
             yield group

@@ -42,8 +42,11 @@ from rollout.client.core import Core
 from rollout.client.groups import Ids, checked, int32
 from rollout.client.ledger import Item
 from rollout.client.limits import check_groups
+from rollout.client.resumption import resumption
+from rollout.client.trajectory import Trajectory
 from rollout.client.waiting import Mailbox, Steps
 
+Surplus = Literal["keep", "return"]
 Mode = Literal["drain", "abort", "keep_kv", "recompute_kv"]
 ATTEMPTS = 3
 """Of an update whose worker restarts in the middle: more often it is the update that it dies of."""
@@ -63,27 +66,50 @@ class WeightUpdate:
     paused_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """An accepted batch. groups: those submitted and those resumed."""
+
+    batch_id: str
+    groups: tuple[Group, ...]
+    mailbox: Mailbox[Item]
+
+
 def submit(
     core: Core,
     groups: Group | Sequence[Group],
+    *,
     batch_id: str | None,
     step: int | None,
+    groups_needed: int | None,
+    min_complete: int | None,
+    surplus: Surplus,
+    max_retries: int,
+    resume: Sequence[Group | Trajectory],
     auto_ack: bool,
     timeout: float | None,
-) -> Steps[tuple[SubmitBatch, Mailbox[Item]]]:
+) -> Steps[Submitted]:
+    resumed, again, partials = resumption(resume)
     message = checked(
         SubmitBatch,
         id=core.new_id(),
         batch_id=batch_id if batch_id is not None else f"batch-{secrets.token_hex(6)}",
-        groups=(groups,) if isinstance(groups, Group) else tuple(groups),
+        groups=(*((groups,) if isinstance(groups, Group) else groups), *again),
         step=None if step is None else int(step),
+        groups_needed=groups_needed,
+        min_complete=min_complete,
+        surplus=surplus,
+        max_retries=max_retries,
+        resume=tuple(name for group in resumed for name in group.trajectory_ids),
+        partials=partials,
     )
     wait = core.timeout if timeout is None else timeout
     welcome: Welcome = yield core.greeted(wait)
     check_groups(message.groups, welcome)
-    mailbox: Mailbox[Item] = Mailbox(sum(len(group.trajectory_ids) for group in message.groups))
-    yield core.submit(message, mailbox, auto_ack, wait)
-    return message, mailbox
+    everything = (*message.groups, *resumed)
+    mailbox: Mailbox[Item] = Mailbox(sum(len(group.trajectory_ids) for group in everything))
+    yield core.submit(message, mailbox, auto_ack, wait, resumed)
+    return Submitted(message.batch_id, everything, mailbox)
 
 
 def continue_(

@@ -19,7 +19,7 @@ from typing import Any
 
 from protocols.codec import encode
 from protocols.errors import BadRequest, Internal, RolloutError
-from protocols.fields import Limits
+from protocols.fields import Group, Limits
 from protocols.replies import Welcome
 from protocols.requests import Continue, RequestMessage, SubmitBatch
 from rollout.client.errors import ClientClosed
@@ -108,10 +108,17 @@ class Core:
         self._post(lambda loop: loop.request(pending))
         return pending.future
 
-    def submit(self, message: SubmitBatch, mailbox: Mailbox[Item], auto_ack: bool, timeout: float) -> Future[Any]:
-        """Also keeps the work; its results go to `mailbox`."""
+    def submit(
+        self,
+        message: SubmitBatch,
+        mailbox: Mailbox[Item],
+        auto_ack: bool,
+        timeout: float,
+        resumed: tuple[Group, ...] = (),
+    ) -> Future[Any]:
+        """Also keeps the work; its results go to `mailbox`. resumed: groups of the trajectories that are to go on."""
         pending = self._pending(message, timeout)
-        self._post(lambda loop: loop.submit(message, pending, mailbox, auto_ack))
+        self._post(lambda loop: loop.submit(message, pending, mailbox, auto_ack, resumed))
         return pending.future
 
     def answer(self, message: Continue, submit_id: str, timeout: float) -> Future[Any]:

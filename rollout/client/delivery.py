@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 from protocols.errors import BadRequest, Internal
 from protocols.fields import Record
-from protocols.replies import Reply, TrajectoryDone, TurnDone
+from protocols.replies import BatchDone, Reply, TrajectoryDone, TurnDone
 from protocols.requests import Ack, Cancel, RequestMessage
 from rollout.client.errors import ClientClosed
 from rollout.client.ledger import Arrival, Item, Ledger
@@ -39,6 +39,9 @@ class Delivery:
     def event(self, message: Reply) -> None:
         if isinstance(message, TrajectoryDone):
             self._record(message.record)
+        elif isinstance(message, BatchDone):
+            if message.kept and (mailbox := self._ledger.keep(message)) is not None:
+                self._filled.add(mailbox)
         elif isinstance(message, TurnDone) and self._ledger.is_news(message):
             kept = self._ledger.owner(message.trajectory_id)
             assert kept is not None
@@ -54,7 +57,8 @@ class Delivery:
             return
         assert kept is not None
         self._strikes = 0
-        self._put(kept.mailbox, Trajectory(record, self._ack), ends_trajectory=True)
+        trajectory = Trajectory(record, self._ack, self._ledger.count(record))
+        self._put(kept.mailbox, trajectory, ends_trajectory=True)
 
     def _put(self, mailbox: Mailbox[Item], item: Item, *, ends_trajectory: bool) -> None:
         mailbox.put(item, ends_trajectory=ends_trajectory)

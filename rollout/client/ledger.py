@@ -6,15 +6,15 @@ least once; `receive` says which of them is the first.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeAlias
 
 from protocols.errors import Duplicate, RolloutError
-from protocols.fields import Group
-from protocols.replies import TurnDone
+from protocols.fields import Group, Record
+from protocols.replies import BatchDone, TurnDone
 from protocols.requests import Cancel, SubmitBatch
 from rollout.client.trajectory import Trajectory
 from rollout.client.waiting import Mailbox
@@ -44,6 +44,8 @@ class Open:
 class Kept:
     """One submitted batch.
 
+    groups: the message's and those of the trajectories that it resumes, by id. counted: samples of them that have
+    come and count towards min_complete.
     request_id: of the submit that its events name; retired: of those before a restart. unreadable: it was told that
     its events cannot be read. refusal: what the worker said when it was to start again.
     """
@@ -52,6 +54,8 @@ class Kept:
     mailbox: Mailbox[Item]
     auto_ack: bool
     request_id: str
+    groups: dict[str, Group]
+    counted: Counter[str] = field(default_factory=Counter)
     retired: set[str] = field(default_factory=set)
     accepted: bool = False
     given_up: bool = False
@@ -64,6 +68,30 @@ class Kept:
     def open_ids(self) -> list[str]:
         return [name for name, state in self.trajectories.items() if not state.received]
 
+    def parts(self, names: set[str]) -> tuple[Group, ...]:
+        """The groups with these of their trajectories, and what had been counted of them."""
+        parts = ((group, _part(group, names)) for group in self.groups.values())
+        return tuple(
+            part.model_copy(update={"counted": group.counted + self.counted[group.id]})
+            for group, part in parts
+            if part is not None
+        )
+
+    def still_needed(self, left: int) -> dict[str, int | None]:
+        """groups_needed and min_complete of the submit of `left` groups that are still open."""
+        message = self.message
+        if message.groups_needed is None and message.min_complete is None:
+            return {}
+        needed = len(self.groups) if message.groups_needed is None else message.groups_needed
+        needed -= sum(self._is_complete(group) for group in self.groups.values())
+        # What can no longer be reached ends nothing early.
+        return {"groups_needed": max(0, needed)} if needed <= left else {"groups_needed": None, "min_complete": None}
+
+    def _is_complete(self, group: Group) -> bool:
+        everything = group.counted + len(group.trajectory_ids)
+        enough = min(self.message.min_complete or everything, everything)
+        return group.counted < enough <= group.counted + self.counted[group.id]
+
 
 class Ledger:
     def __init__(self) -> None:
@@ -75,17 +103,19 @@ class Ledger:
     def open_count(self) -> int:
         return sum(len(kept.open_ids) for kept in self.batches.values() if not kept.given_up)
 
-    def add(self, message: SubmitBatch, mailbox: Mailbox[Item], auto_ack: bool) -> Kept:
+    def add(
+        self, message: SubmitBatch, mailbox: Mailbox[Item], auto_ack: bool, resumed: tuple[Group, ...] = ()
+    ) -> Kept:
         """Raises Duplicate for ids that are still open, or being cancelled, in this client."""
         if message.batch_id in self.batches:
             raise Duplicate(f"batch {message.batch_id} is still open in this client", field="batch_id")
-        kept = Kept(message, mailbox, auto_ack, message.id)
-        for i, group in enumerate(message.groups):
+        groups = (*message.groups, *resumed)
+        kept = Kept(message, mailbox, auto_ack, message.id, {group.id: group for group in groups})
+        for i, group in enumerate(groups):
+            where = f"groups[{i}]" if i < len(message.groups) else f"resume[{i - len(message.groups)}]"
             for name in group.trajectory_ids:
                 if name in self._owner:
-                    raise Duplicate(
-                        f"trajectory {name} is still open in this client", field=f"groups[{i}].trajectory_ids"
-                    )
+                    raise Duplicate(f"trajectory {name} is still open in this client", field=f"{where}.trajectory_ids")
                 kept.trajectories[name] = Open(group.id)
         for name in kept.trajectories:
             self._owner[name] = kept
@@ -138,6 +168,25 @@ class Ledger:
             return Arrival.UNWANTED
         return Arrival.FIRST
 
+    def count(self, record: Record) -> Group | None:
+        """A record has come for the first time; the group it is of."""
+        kept = self._owner[record.trajectory_id]
+        kept.counted[record.group_id] += record.status in ("completed", "truncated")
+        return kept.groups.get(record.group_id)
+
+    def keep(self, done: BatchDone) -> Mailbox[Item] | None:
+        """The batch has ended: what the worker has kept of it will not come. The mailbox to wake."""
+        kept = self.batches.get(done.batch_id)
+        if kept is None:
+            return None
+        names = {name for name in done.kept if name in kept.trajectories and not kept.trajectories[name].received}
+        for name in names:
+            del self._owner[name], kept.trajectories[name]
+        kept.mailbox.withdraw(kept.parts(names), len(names))
+        if not kept.trajectories:
+            del self.batches[done.batch_id]
+        return kept.mailbox
+
     def is_news(self, event: TurnDone) -> bool:
         """Is this turn to be shown? Not when it comes again, nor from before a restart."""
         kept = self._owner.get(event.trajectory_id)
@@ -188,15 +237,16 @@ class Ledger:
                 self.acknowledge([name])
             return None
         names = set(kept.open_ids)
-        groups = [part for group in kept.message.groups if (part := _part(group, names)) is not None]
-        if not groups:
+        if not (groups := kept.parts(names)):
             return None
         kept.retired.add(kept.request_id)
         kept.request_id = new_id
         for name in names:
             kept.trajectories[name].last_turn = -1
         kept.mailbox.discard(lambda item: isinstance(item, TurnDone))
-        return kept.message.model_copy(update={"id": new_id, "groups": tuple(groups)})
+        partials = tuple(record for record in kept.message.partials if record.trajectory_id in names)
+        again = {"id": new_id, "groups": groups, "resume": (), "partials": partials}
+        return kept.message.model_copy(update=again | kept.still_needed(len(groups)))
 
 
 def _part(group: Group, names: set[str]) -> Group | None:

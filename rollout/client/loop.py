@@ -13,6 +13,7 @@ from typing import Any
 
 from protocols.codec import encode
 from protocols.errors import BadRequest, Internal, RolloutError, Timeout, from_failure
+from protocols.fields import Group
 from protocols.replies import ErrorReply, Ok, Reply, WeightsCommitted, Welcome, is_event
 from protocols.requests import AbortWeightsRequest, Cancel, PrepareWeightsRequest, RequestMessage, SubmitBatch
 from rollout.client.connection import FOREVER, Connection
@@ -114,13 +115,21 @@ class Loop:
         if self._ready:
             self._send_pending(pending)
 
-    def submit(self, message: SubmitBatch, pending: Pending, mailbox: Mailbox[Item], auto_ack: bool) -> None:
+    def submit(
+        self,
+        message: SubmitBatch,
+        pending: Pending,
+        mailbox: Mailbox[Item],
+        auto_ack: bool,
+        resumed: tuple[Group, ...] = (),
+    ) -> None:
         error = self._fatal or self._recovery.blocked
         if error is not None:
             fail(pending.future, error)
             return
+        self._delivery.acknowledge(record.trajectory_id for record in message.partials)  # handed back, so taken over
         try:
-            pending.kept = self._ledger.add(message, mailbox, auto_ack)
+            pending.kept = self._ledger.add(message, mailbox, auto_ack, resumed)
         except RolloutError as duplicate:
             fail(pending.future, duplicate)
             return

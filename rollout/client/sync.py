@@ -12,11 +12,12 @@ from protocols.fields import Group, Sampling
 from protocols.replies import Pong, Scored, TurnDone, WeightsCommitted, WeightsPrepared, Welcome, WorkerStatus
 from rollout.client import calls
 from rollout.client.batch import Batch
-from rollout.client.calls import Mode, WeightUpdate
+from rollout.client.calls import Mode, Surplus, WeightUpdate
 from rollout.client.core import Core
 from rollout.client.groups import GroupMaker, Ids
 from rollout.client.link import Curve
 from rollout.client.push import PushedWeights
+from rollout.client.trajectory import Trajectory
 from rollout.client.waiting import run
 
 if TYPE_CHECKING:
@@ -88,10 +89,15 @@ class RolloutClient(GroupMaker):
 
     def submit(
         self,
-        groups: Group | Sequence[Group],
+        groups: Group | Sequence[Group] = (),
         *,
         batch_id: str | None = None,
         step: int | None = None,
+        groups_needed: int | None = None,
+        min_complete: int | None = None,
+        surplus: Surplus = "keep",
+        resume: Sequence[Group | Trajectory] = (),
+        max_retries: int = 0,
         auto_ack: bool = True,
         timeout: float | None = None,
     ) -> Batch:
@@ -103,9 +109,29 @@ class RolloutClient(GroupMaker):
         cancelled; make new groups to try again).
 
         step: of your trainer; the worker's metrics of this batch appear under it. Without it the weight version.
+
+        groups_needed: end the batch early, when so many groups are complete, which is with `min_complete` of their
+        samples `completed` or `truncated` (all, without it). surplus: what becomes of the rest then: "keep" leaves it
+        in the worker, `batch.kept` names it; "return" brings it as `abort_surplus`, with what it has. resume: groups
+        of an earlier `batch.kept`, or trajectories that are `resumable`, to go on where they were.
+        max_retries: so many times a sample that failed starts again, with a new sample index and under its old id.
         """
-        message, mailbox = run(calls.submit(self._core, groups, batch_id, step, auto_ack, timeout))
-        return Batch(self._core, message, mailbox, auto_ack, self)
+        submitted = run(
+            calls.submit(
+                self._core,
+                groups,
+                batch_id=batch_id,
+                step=step,
+                groups_needed=groups_needed,
+                min_complete=min_complete,
+                surplus=surplus,
+                max_retries=max_retries,
+                resume=resume,
+                auto_ack=auto_ack,
+                timeout=timeout,
+            )
+        )
+        return Batch(self._core, submitted, auto_ack, self)
 
     def continue_(
         self,

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from protocols.fields import (
     SOURCE_SAMPLED,
     Failure,
+    Group,
     Purpose,
     Record,
     Sampling,
@@ -39,14 +40,16 @@ class Trajectory:
     can be pickled to other processes, but only the original acknowledges.
     """
 
-    __slots__ = ("_ack", "record")
+    __slots__ = ("_ack", "group", "record")
 
-    def __init__(self, record: Record, ack: Callable[[str], None]) -> None:
+    def __init__(self, record: Record, ack: Callable[[str], None], group: Group | None = None) -> None:
         self.record = record
+        self.group = group
+        """As submitted."""
         self._ack = ack
 
-    def __reduce__(self) -> tuple[type[Trajectory], tuple[Record, Callable[[str], None]]]:
-        return Trajectory, (self.record, _acknowledge_elsewhere)
+    def __reduce__(self) -> tuple[type[Trajectory], tuple[Record, Callable[[str], None], Group | None]]:
+        return Trajectory, (self.record, _acknowledge_elsewhere, self.group)
 
     def ack(self) -> None:
         """Let the worker forget this result. Repeating it does nothing."""
@@ -80,6 +83,11 @@ class Trajectory:
     def ok(self) -> bool:
         """Ended by itself or by a budget: `completed` or `truncated`."""
         return self.record.status in ("completed", "truncated")
+
+    @property
+    def resumable(self) -> bool:
+        """Was it cut, and can it go on? Hand it to a later `submit(..., resume=[...])`."""
+        return self.record.partial is not None
 
     @property
     def reward(self) -> float | None:

@@ -16,6 +16,7 @@ from concurrent.futures import Future, InvalidStateError
 from typing import Any, Final, Generic, TypeVar
 
 from protocols.errors import RolloutError, Timeout
+from protocols.fields import Group
 
 T = TypeVar("T")
 Steps = Generator["Future[Any]", Any, T]
@@ -86,11 +87,12 @@ class Mailbox(Generic[T]):
     """Items of one batch on their way from the I/O thread to whoever iterates, on any thread or event loop.
 
     `left` counts the trajectories still to be put; with none left the mailbox ends. `error`, while set, is raised
-    to whoever waits once the items are used up.
+    to whoever waits once the items are used up. `kept`: groups of those that will not come, for the worker keeps them.
     """
 
     def __init__(self, left: int) -> None:
         self.left = left
+        self.kept: tuple[Group, ...] = ()
         self._items: deque[T] = deque()
         self._error: RolloutError | None = None
         self._waiters: list[Future[None]] = []
@@ -101,6 +103,12 @@ class Mailbox(Generic[T]):
         with self._lock:
             self._items.append(item)
             self.left -= ends_trajectory
+
+    def withdraw(self, kept: tuple[Group, ...], count: int) -> None:
+        """So many trajectories, in these groups, will not be put. `wake` must follow."""
+        with self._lock:
+            self.kept += kept
+            self.left -= count
 
     def set_error(self, error: RolloutError) -> None:
         self._error = error

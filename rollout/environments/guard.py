@@ -81,6 +81,11 @@ class Guard:
         return self._made().fixed_turns
 
     @property
+    def stateless(self) -> bool:
+        """Is all there is to know of it in the trajectory?"""
+        return self._environment is not None and self._environment.stateless
+
+    @property
     def resumable(self) -> bool:
         """Can another environment go on where this one is?"""
         made = self._environment

@@ -104,7 +104,7 @@ def test_no_record_is_larger_than_what_was_reserved_for_it() -> None:
         client.hello()
         groups = [random_group(chance, f"g{i}") for i in range(100)]
         assert client.call("submit", batch_id="b", groups=groups)["type"] == "accepted"
-        eventually(lambda: thread.service.batches.results == 200)
+        eventually(lambda: thread.service.runs.results == 200)
         measured = thread.call(sizes)
         assert len(measured) == 200
         for encoded, kept, reserved in measured:
@@ -128,7 +128,7 @@ class Queue:
 
     def add(self, largest: int = 1, **fields: Any) -> Member:
         group_ = SubmittedGroup(self.batch, group(**fields), b"", 0, 0, largest, 0.0)
-        member = Member(f"t{self.order}", group_, 0, self.order, 0.0)
+        member = Member(f"t{self.order}", group_, 0, 0, self.order, 0.0)
         self.order += 1
         self.admission.queue(member)
         return member

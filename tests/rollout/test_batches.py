@@ -25,10 +25,11 @@ def refusal(reply: dict[str, Any]) -> tuple[str, str]:
 
 def untouched(served: WorkerThread) -> bool:
     """Does the worker hold nothing of anybody?"""
-    batches = served.service.batches
+    runs = served.service.runs
+    admission = runs.admission
     return (
-        batches.admission.waiting == batches.admission.running == batches.admission.reserved_bytes == 0
-        and batches.results == 0
+        admission.waiting == admission.running == admission.reserved_bytes == 0
+        and admission.kept == admission.kept_bytes == runs.results == 0
         and not served.engine.live
     )
 
@@ -225,23 +226,6 @@ def test_a_prompt_one_short_of_the_context_gets_its_one_token() -> None:
         client.hello()
         submit(client, group(prompt=range(63), max_tokens=50))
         assert len(client.record()["segments"][0]["token_ids"]) == 64
-
-
-@pytest.mark.parametrize(
-    ("fields", "capability", "field"),
-    [
-        ({"groups_needed": 1}, "early_cut", "groups_needed"),
-        ({"min_complete": 1}, "early_cut", "min_complete"),
-        ({"surplus": "return"}, "early_cut", "surplus"),
-        ({"resume": ["x"]}, "resume", "resume"),
-    ],
-)
-def test_what_is_not_built_yet_is_refused_by_capability(fields: dict[str, Any], capability: str, field: str) -> None:
-    with worker() as served, RawClient(served.address) as client:
-        assert capability not in client.hello()["capabilities"]
-        reply = submit(client, group(), **fields)
-        assert refusal(reply) == ("bad_request", field)
-        assert capability in reply["error"]["message"]
 
 
 # Credits.

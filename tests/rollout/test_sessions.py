@@ -96,7 +96,7 @@ def test_the_last_ack_of_a_client_that_left_counts() -> None:
         client.record(ack=False)
         served.call(lambda service: service.sessions.gone(b"c"))
         client.send("ack", trajectory_ids=["g.0"])
-        eventually(lambda: served.service.batches.results == 0)
+        eventually(lambda: served.service.runs.results == 0)
         assert client.call("ping")["error"]["code"] == "not_ready"
         client.close()
 

@@ -1,0 +1,39 @@
+"""What a trainer hands back to go on: groups that the worker has kept, and trajectories that it has returned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from protocols.errors import BadRequest
+from protocols.fields import Group, Record
+from rollout.client.trajectory import Trajectory
+
+
+def resumption(
+    resume: Sequence[Group | Trajectory],
+) -> tuple[tuple[Group, ...], tuple[Group, ...], tuple[Record, ...]]:
+    """Groups to be resumed by the ids of their trajectories, groups to be submitted again, and the records of those.
+
+    Raises BadRequest for a trajectory that cannot go on.
+    """
+    kept: list[Group] = []
+    again: dict[str, Group] = {}
+    records: list[Record] = []
+    for i, item in enumerate(resume):
+        if isinstance(item, Group):
+            kept.append(item)
+            continue
+        record, group = item.record, item.group
+        if record.partial is None or group is None:
+            why = f"{item.trajectory_id} cannot go on: it is {item.status} ({item.finish_reason}), or its environment"
+            raise BadRequest(f"{why} does not say its state", field=f"resume[{i}]")
+        known = again.get(group.id)
+        again[group.id] = group.model_copy(
+            update={
+                "trajectory_ids": (*(known.trajectory_ids if known else ()), record.trajectory_id),
+                "sample_indices": (*((known.sample_indices or ()) if known else ()), record.sample_index),
+                "sampling": record.sampling,
+            }
+        )
+        records.append(record)
+    return tuple(kept), tuple(again.values()), tuple(records)
