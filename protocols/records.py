@@ -155,7 +155,7 @@ class Segment(Value):
 class Truncation(Value):
     """What ended a truncated trajectory early.
 
-    limit: a field of the budget, or `max_context`.
+    limit: a field of the budget, `max_context` or `max_segments`.
     value: what it was.
     """
 
