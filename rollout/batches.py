@@ -82,6 +82,8 @@ class Batches:
         session = batch.session
         law = spec.sampling.model_copy(update={"seed": None})
         same = {"trajectory_ids": (), "sample_indices": None, "counted": 0, "sampling": law}
+        if spec.messages is not None:
+            same["prompt"] = spec.prompt[:0]  # a template may print the date, and a repeat come after midnight
         content = fingerprint(spec.model_copy(update=same))
         group = batch.groups.get(spec.id)
         if group is not None and (group.content != content or spec.sampling.seed not in (None, group.seed)):
