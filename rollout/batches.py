@@ -81,7 +81,7 @@ class Batches:
         """Sort the trajectories of one submitted group into those that are there already and new ones."""
         session = batch.session
         law = spec.sampling.model_copy(update={"seed": None})
-        same = {"trajectory_ids": (), "sample_indices": None, "counted": 0, "sampling": law}
+        same: dict[str, object] = {"trajectory_ids": (), "sample_indices": None, "counted": 0, "sampling": law}
         if spec.messages is not None:
             same["prompt"] = spec.prompt[:0]  # a template may print the date, and a repeat come after midnight
         content = fingerprint(spec.model_copy(update=same))
