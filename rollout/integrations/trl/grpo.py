@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from rollout.client import RolloutClient, Trajectory
 from rollout.client.calls import Mode
-from rollout.integrations.trl.law import encode_prompt, law, options_of
+from rollout.integrations.trl.law import encode_prompt, law, options_of, warn_of_filters
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +51,7 @@ class GRPORollouts:
         self._options = options
         self._trainer: Any = None
         self._version = 0
+        self._warned = False
 
     def attach(self, trainer: Any) -> None:
         """Make the trainer push its weights before each step's rollouts, and compare the worker's logprobs with its
@@ -99,6 +100,9 @@ class GRPORollouts:
             ids = self._encode(prompt) if self._encode else encode_prompt(tokenizer, prompt, **template)
             options = options_of(self._options, prompt)
             groups.append(self._client.group(ids, len(list(same)), **(arguments | options)))
+        if not self._warned:
+            self._warned = True
+            warn_of_filters(groups[0].sampling)
         trajectories = self._client.submit(groups, step=trainer.state.global_step).results()
         failed = [trajectory for trajectory in trajectories if not trajectory.ok]
         if failed:

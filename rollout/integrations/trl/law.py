@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
+
+from protocols.fields import Sampling
+
+log = logging.getLogger(__name__)
+
+FILTERS = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+RESTRICTIONS = ("allowed_ids", "bias_ids")
 
 
 def law(args: Any) -> dict[str, Any]:
@@ -44,3 +52,16 @@ def encode_prompt(tokenizer: Any, prompt: Any, **template: Any) -> list[int]:
 def options_of(options: Mapping[str, Any], task: Any) -> dict[str, Any]:
     """Options of one group: those that are functions are called with its task."""
     return {name: value(task) if callable(value) else value for name, value in options.items()}
+
+
+def warn_of_filters(sampling: Sampling) -> None:
+    """Say in the log when a law has logprobs that TRL's, which know temperature alone, cannot agree with."""
+    neutral = Sampling()
+    found = [name for name in FILTERS if getattr(sampling, name) != getattr(neutral, name)]
+    found += [name for name in RESTRICTIONS if getattr(sampling, name) is not None]
+    if found and sampling.logprobs[0] == "processed":
+        log.warning(
+            "%s: TRL scores without; its importance ratios will be below 1, and gradients small where the filters drop"
+            " much. With logprobs='temperature' the worker's logprobs are without, too",
+            ", ".join(found),
+        )

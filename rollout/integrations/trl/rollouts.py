@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from protocols.errors import RolloutError
+from protocols.fields import Sampling
 from rollout.client import Batch, RolloutClient, Trajectory
-from rollout.integrations.trl.law import encode_prompt, law, options_of
+from rollout.integrations.trl.law import encode_prompt, law, options_of, warn_of_filters
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +91,7 @@ class AsyncRollouts:
         self._threads: list[threading.Thread] = []
         self._batches: set[Batch] = set()
         self._error: BaseException | None = None
+        self._warned = False
         self._fruitless = 0
         self._offset = 0
 
@@ -156,8 +158,10 @@ class AsyncRollouts:
         ids = self._encode(prompt) if self._encode else encode_prompt(self._tokenizer, prompt, **template)
         arguments = law(self._args) | options_of(self._options, row)
         while not self._stopping.is_set():
+            group = self._client.group(ids, self._args.num_generations, **arguments)
+            self._warn_once(group.sampling)
             try:
-                batch = self._client.submit(self._client.group(ids, self._args.num_generations, **arguments))
+                batch = self._client.submit(group)
                 with batch, self._in_flight(batch):
                     return batch.results()
             except RolloutError as error:
@@ -166,6 +170,12 @@ class AsyncRollouts:
                 log.warning("the worker takes no work now, trying again: %s", error)
                 self._stopping.wait(LOOK_S)
         return None
+
+    def _warn_once(self, sampling: Sampling) -> None:
+        with self._lock:
+            warned, self._warned = self._warned, True
+        if not warned:
+            warn_of_filters(sampling)
 
     @contextmanager
     def _in_flight(self, batch: Batch) -> Iterator[None]:

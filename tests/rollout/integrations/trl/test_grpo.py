@@ -129,6 +129,13 @@ def test_an_option_may_be_a_function_of_the_prompt(client: RolloutClient) -> Non
     assert rollouts(["abc", "bad"], made)["worker_status"] == ["completed", "failed"]
 
 
+def test_filters_are_told_once(client: RolloutClient, caplog: pytest.LogCaptureFixture) -> None:
+    rollouts, made = attached(client, top_k=5)
+    rollouts(["abc"], made)
+    rollouts(["abc"], made)
+    assert caplog.text.count("top_k") == 1
+
+
 def test_another_dtype_is_told(client: RolloutClient, caplog: pytest.LogCaptureFixture) -> None:
     made = trainer()
     made.model.dtype = "torch.bfloat16"

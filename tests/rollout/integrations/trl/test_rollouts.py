@@ -118,6 +118,13 @@ def test_what_failed_or_has_no_reward_is_left_out_and_pulls_no_mean_down(make: M
     np.testing.assert_allclose(sorted(sample.advantage for sample in take(rollouts, 2)), [-1, 1])
 
 
+def test_filters_are_told_once(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    rollouts = make(reward=by_index, args={"top_k": 5})
+    rollouts.start()
+    take(rollouts, 8)
+    assert caplog.text.count("top_k") == 1
+
+
 def test_an_option_may_be_a_function_of_the_row(make: Make) -> None:
     rollouts = make(reward=by_index, max_tokens=lambda row: int(row["answer"]))
     rollouts.start()
