@@ -183,3 +183,19 @@ def test_rendering_holds_up_nobody(serving: WorkerThread, client: RolloutClient)
     finally:
         release.set()
         serving.call(lambda service: setattr(service, "chat", chat()))
+
+
+class Apart(Chatty):
+    """The same in a process of its own."""
+
+    isolation = "process"
+
+
+def test_a_conversation_goes_on_in_the_process_of_its_environment() -> None:
+    what = served(chat(), apart=Apart)
+    with worker(TimedEngine(), what=what) as thread, RolloutClient(thread.address) as client:
+        there = only(client, messages=[USER], environment="apart", on_length="continue")
+        here = only(client, messages=[USER], environment="chatty", on_length="continue")
+    assert there.status == "completed", there.error
+    np.testing.assert_array_equal(there.token_ids, here.token_ids)
+    assert len(there.turns) == 3
