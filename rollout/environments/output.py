@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from contextlib import suppress
 from typing import Final
 
 log = logging.getLogger(__name__)
@@ -19,36 +18,46 @@ TAIL: Final = 800
 
 class Output:
     def __init__(self, end: int, name: str) -> None:
-        """end: the reading end of a pipe, closed here once all its writers are gone."""
+        """end: the reading end of a pipe, closed here."""
         self._loop = asyncio.get_running_loop()
         self._end = end
         self._name = name
         self._kept = b""
         self._closed = False
+        self._pause: asyncio.TimerHandle | None = None
         os.set_blocking(end, False)
         self._loop.add_reader(end, self._read)
 
     def tail(self) -> str:
         """The last of what was printed until now, or nearly."""
-        if not self._closed:
-            with suppress(BlockingIOError):
-                self._keep(os.read(self._end, CHUNK))
+        self._take()
         return self._kept.decode(errors="replace").strip()
 
+    def close(self) -> None:
+        """Whoever wrote is gone. Idempotent."""
+        if self._closed:
+            return
+        self._take()
+        self._closed = True
+        self._loop.remove_reader(self._end)
+        if self._pause is not None:
+            self._pause.cancel()
+        os.close(self._end)
+
     def _read(self) -> None:
+        self._loop.remove_reader(self._end)
+        if self._take():
+            self._pause = self._loop.call_later(PAUSE_S, self._loop.add_reader, self._end, self._read)
+
+    def _take(self) -> bool:
+        """One chunk. False: nobody can write any more."""
+        if self._closed:
+            return False
         try:
             chunk = os.read(self._end, CHUNK)
         except BlockingIOError:
-            return
-        self._loop.remove_reader(self._end)
-        if not chunk:
-            self._closed = True
-            os.close(self._end)
-            return
-        self._keep(chunk)
-        self._loop.call_later(PAUSE_S, self._loop.add_reader, self._end, self._read)
-
-    def _keep(self, chunk: bytes) -> None:
+            return True
         if chunk:
             self._kept = (self._kept + chunk)[-TAIL:]
             log.debug("%s: %s", self._name, chunk[-TAIL:].decode(errors="replace"))
+        return bool(chunk)

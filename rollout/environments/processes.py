@@ -179,6 +179,7 @@ class Process:
             log.warning("the lifeline of %s broke: %s", self.name, error)
         self._end("gone")
         self._lifeline.close()
+        self._output.close()
 
     def _how(self, code: int) -> str:
         how = f"killed by signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"ended with exit code {code}"
