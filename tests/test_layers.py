@@ -46,7 +46,8 @@ def test_only_one_file_imports_flashinfer() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["protocols", "rollout.client", *(f"engine.{name}" for name in HOST_SIDE), *ELSEWHERE]
+    "module",
+    ["protocols", "rollout.client", "rollout.integrations.trl", *(f"engine.{name}" for name in HOST_SIDE), *ELSEWHERE],
 )
 def test_host_modules_load_without_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"

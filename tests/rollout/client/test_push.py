@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from engine.update import weights_digest
-from protocols.errors import BadRequest, ConnectionLost, WeightsIncomplete, WeightsInvalid
+from protocols.errors import BadRequest, ConnectionLost, Timeout, WeightsIncomplete, WeightsInvalid
 from rollout.client import AsyncRolloutClient, ClientClosed, RolloutClient
 from rollout.client.push import EMBEDDING, HEAD, PushedWeights, hf_name, hf_tensors, write_weights
 from rollout.local import local_worker
@@ -201,6 +201,25 @@ def test_a_directory_appears_when_it_is_whole_and_a_failure_leaves_none(tmp_path
     assert seen == [[], []]
     assert files(path) == ["model.safetensors"]
     assert path.name.endswith("-version-2")
+
+
+def test_what_may_yet_serve_is_kept_until_the_next_push_does(tmp_path: Path) -> None:
+    pushed = PushedWeights(HERE)
+
+    def push(version: int, error: BaseException | None = None) -> None:
+        with pushed.keeping(pushed.write(tensors(), version, tmp_path)):
+            if error is not None:
+                raise error
+
+    push(1)
+    with pytest.raises(Timeout):
+        push(2, Timeout("no reply: the client has forgotten it"))
+    assert pushes(tmp_path) == ["000001-version-1"]
+    with pytest.raises(KeyboardInterrupt):
+        push(3, KeyboardInterrupt())
+    assert pushes(tmp_path) == ["000001-version-1", "000003-version-3"]
+    push(4)
+    assert pushes(tmp_path) == ["000004-version-4"]
 
 
 def test_a_forked_child_removes_nothing(tmp_path: Path) -> None:
