@@ -19,8 +19,8 @@ async def command(
 
     Its standard input is empty. It gets a session of its own, and that is killed, children included, when nobody holds
     its output any more, when more than `limit` bytes were printed, and when the caller is cancelled, as a tool is at
-    its deadline. For `async def` tools: a `def` tool may use `subprocess`, for it runs in a process that is killed whole.
-    Raises OSError where there is no such program.
+    its deadline. For `async def` tools: a `def` tool may use `subprocess`, for it runs in a process that is killed
+    whole. Raises OSError where there is no such program.
     """
     process = await asyncio.create_subprocess_exec(
         *arguments,
