@@ -73,7 +73,7 @@ NAMES: Final[dict[str, Meaning]] = {
     "weights/load_s": Meaning("s", "the last update took to be read and checked, beside generation"),
     "weights/paused_s": Meaning("s", "no step ran because of the last commit"),
     "weights/bytes": Meaning("bytes", "of the last update"),
-    "weights/failures": Meaning("", "updates that were refused or failed", counter=True),
+    "weights/failures": Meaning("", "preparations and commits that failed or were given up", counter=True),
     "mem/rss_gb": Meaning("GB", "resident memory of the worker and of its engine's process"),
     "mem/gpu_gb": Meaning("GB", "taken on the GPU: weights, KV cache, workspaces"),
     "mem/free_blocks": Meaning("blocks", "of the KV cache, 16 tokens each, that are free or reusable"),
