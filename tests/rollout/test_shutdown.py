@@ -145,11 +145,12 @@ def test_a_paused_worker_does_not_wait_for_work_that_cannot_end(tmp_path: Path) 
         assert worker.wait(GRACE + SLACK) == 0
 
 
-def test_environments_that_hang_hold_neither_their_records_nor_the_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["", ",process"])
+def test_environments_that_hang_hold_neither_their_records_nor_the_process(tmp_path: Path, place: str) -> None:
     kinds = {"stuck": "Stuck", "blocked": "Blocked", "lingering": "Lingering"}
     arguments = ["--drain-timeout", "0.5"]
     for name, kind in kinds.items():
-        arguments += ["--env", f"{name}=tests.rollout.hanging:{kind}"]
+        arguments += ["--env", f"{name}=tests.rollout.hanging:{kind}{place}"]
     with process(tmp_path, *arguments) as worker, RawClient(worker.wait_ready().address) as client:
         client.hello()
         on_length = {"on_length": "continue"}
@@ -159,8 +160,11 @@ def test_environments_that_hang_hold_neither_their_records_nor_the_process(tmp_p
         records = {(record := client.record())["group_id"]: record for _ in kinds}
         assert worker.wait(0.5 + GRACE + SLACK) == 0
     reasons = {name: record["finish_reason"] for name, record in records.items()}
-    assert reasons == {"stuck": "abort_shutdown", "blocked": "abort_shutdown", "lingering": "env_done"}
-    assert all(record["segments"][0]["loss_mask"].sum() == 2 for record in records.values())
+    assert (reasons["stuck"], reasons["blocked"]) == ("abort_shutdown", "abort_shutdown")
+    # A process may still have been starting.
+    assert reasons["lingering"] == "env_done" or (place and reasons["lingering"] == "abort_shutdown")
+    if not place:
+        assert all(record["segments"][0]["loss_mask"].sum() == 2 for record in records.values())
     assert "Traceback" not in worker.log
 
 
