@@ -73,6 +73,7 @@ class Rollout:
         self._overdue: asyncio.Future[End] = loop.create_future()
         self._generating: str | None = None
         self._deadline = Deadline(self._seconds_left(), self._expire)
+        self._over = False
         self._on_rest: Callable[[], None] | None = None
         self._parked: asyncio.Future[None] | None = None
         self._snapshot: dict[str, Any] | None = None
@@ -97,6 +98,7 @@ class Rollout:
             log.exception("%s: the worker failed", self._spec.trajectory_id)
             return self._broken(error, watch)
         finally:
+            self._over = True
             self._deadline.stop()
             self._mailbox.close()
             await self._close()
@@ -111,6 +113,8 @@ class Rollout:
     def park(self, on_rest: Callable[[], None]) -> None:
         """Go no further until `unpark`. A turn that is being sampled is broken off, and `on_rest` called when what it
         has is here; an environment that is at work goes on working. One that ends before that never rests."""
+        if self._over:
+            return
         self._on_rest = on_rest
         self._parked = asyncio.get_running_loop().create_future()
         self._deadline.stop()

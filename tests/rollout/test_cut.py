@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import zlib
 from collections import Counter
@@ -29,6 +30,7 @@ from tests.rollout.timed_engine import TimedEngine
 from tests.rollout.workers import WorkerThread, eventually, on_loop, served, soon, worker
 
 PROMPT = [1, 2, 3]
+HERE = "tests.rollout.test_cut"
 
 
 def is_slow(trajectory_id: str) -> bool:
@@ -359,6 +361,28 @@ def test_resumed_groups_count_what_they_had() -> None:
         assert client.status().trajectories_running == 0
 
 
+class Closing(Environment):
+    """Has its record while it closes."""
+
+    async def step(self, turn: TurnResult) -> Step:  # noqa: ARG002
+        return Step(done=True)
+
+    async def close(self) -> None:
+        await asyncio.sleep(0.02)
+
+
+def test_what_ends_while_it_is_to_be_kept_is_not_lost() -> None:
+    with pair(TimedEngine(), what=served(env=(f"closing={HERE}:Closing",))) as (thread, client):
+        for round_ in range(5):
+            names = [f"{round_}.{i}" for i in range(8)]
+            several = group(client, *names, name=f"g{round_}", environment="closing", on_length="continue")
+            batch = client.submit(several, min_complete=1)
+            ended = [t.trajectory_id for t in batch if t.ok]
+            later = [t.trajectory_id for t in client.submit(resume=batch.kept) if t.ok] if batch.kept else []
+            assert sorted([*ended, *later]) == names
+        eventually(lambda: untouched(thread))
+
+
 # Returned, and gone on with elsewhere.
 
 
@@ -388,7 +412,6 @@ class Forgetful(Environment):
         return Step(observation=[9], done=turn.index == 2)
 
 
-HERE = "tests.rollout.test_cut"
 PLUGINS = (f"counting={HERE}:Counting", f"forgetful={HERE}:Forgetful")
 
 

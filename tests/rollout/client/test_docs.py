@@ -61,6 +61,13 @@ def test_the_remote_environment() -> None:
     assert [entry[-1] for entry in names["learned"]] == [1.0] * 4
 
 
+def test_groups_and_tails() -> None:
+    with worker() as served:
+        names = scope(served.address)
+        exec(BLOCKS[3], names)
+    assert len(names["learned"]) >= 2
+
+
 def test_every_error_is_in_the_table() -> None:
     for error in ERRORS.values():
         if error is not NumericalError:  # only in records

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocols import Duplicate, Group, SubmitBatch, Turn, TurnDone
+from protocols import BatchDone, Duplicate, Group, Record, SubmitBatch, Turn, TurnDone
 from protocols.requests import Cancel
 from rollout.client.ledger import REMEMBERED, Arrival, Item, Kept, Ledger
 from rollout.client.waiting import Mailbox
@@ -176,3 +176,75 @@ def test_any_history_delivers_each_record_once(history: list[tuple[str, int]]) -
     assert len(delivered) == len(set(delivered))
     delivered += [name for name in sorted(running) if ledger.receive(name) is Arrival.FIRST]
     assert sorted(delivered) == [f"b.{i}" for i in range(4)]
+
+
+# Batches that end early.
+
+
+def record(name: str, status: str = "truncated") -> Record:
+    reason = {"truncated": "length", "failed": "error"}[status]
+    return Record.model_construct(trajectory_id=name, group_id=name[0], status=status, finish_reason=reason)
+
+
+def tail(**wanted: Any) -> tuple[Ledger, Kept]:
+    """Groups a and c of three samples each."""
+    ledger = Ledger()
+    groups = [
+        Group(id=name, prompt=np.array([1], np.int32), trajectory_ids=[f"{name}.{i}" for i in range(3)])
+        for name in "ac"
+    ]
+    return ledger, added(ledger, SubmitBatch(id="x", batch_id="b", groups=groups, **wanted))
+
+
+def take(ledger: Ledger, *names: str, status: str = "truncated") -> None:
+    for name in names:
+        assert ledger.receive(name) is Arrival.FIRST
+        ledger.count(record(name, status))
+
+
+def test_what_the_worker_has_kept_is_open_no_more_and_knows_what_its_group_had() -> None:
+    ledger, kept = tail(groups_needed=1, min_complete=2)
+    take(ledger, "a.0", "a.1", "c.0")
+    done = BatchDone(id="x", batch_id="b", counts={}, wall_s=1.0, kept=("a.2", "c.1", "c.2"))
+    assert ledger.keep(done) is kept.mailbox
+    assert kept.mailbox.left == 6 - 3
+    assert {part.id: (part.trajectory_ids, part.counted) for part in kept.mailbox.kept} == {
+        "a": (("a.2",), 2),
+        "c": (("c.1", "c.2"), 1),
+    }
+    assert ledger.owner("c.1") is None
+    ledger.keep(done)  # it may come twice
+    assert len(kept.mailbox.kept) == 2
+    ledger.acknowledge(["a.0", "a.1", "c.0"])
+    assert not ledger.batches
+
+
+@pytest.mark.parametrize(
+    ("taken", "failed", "needed", "min_complete"),
+    [
+        ((), (), 2, 2),
+        (("a.0", "a.1"), (), 1, 2),
+        (("a.0", "a.1", "c.0", "c.1"), (), 0, 2),
+        (("c.2",), ("a.0", "a.1", "a.2"), None, None),
+    ],
+)
+def test_what_starts_again_needs_what_is_still_missing(
+    taken: tuple[str, ...], failed: tuple[str, ...], needed: int | None, min_complete: int | None
+) -> None:
+    ledger, kept = tail(groups_needed=2, min_complete=2)
+    take(ledger, *taken)
+    take(ledger, *failed, status="failed")
+    again = ledger.start_again("new", kept)
+    assert again is not None
+    assert (again.groups_needed, again.min_complete) == (needed, min_complete)
+    assert {group.id: group.counted for group in again.groups}.get("c") == sum(name[0] == "c" for name in taken)
+
+
+def test_what_was_resumed_starts_anew_in_a_worker_that_has_not_kept_it() -> None:
+    ledger = Ledger()
+    part = Group(id="g", prompt=np.array([1], np.int32), trajectory_ids=("t.1",), sample_indices=(1,), counted=3)
+    message = SubmitBatch(id="x", batch_id="b", resume=("t.1",))
+    kept = ledger.add(message, Mailbox(1), True, (part,))
+    again = ledger.start_again("new", kept)
+    assert again is not None
+    assert (again.resume, again.groups) == ((), (part,))
