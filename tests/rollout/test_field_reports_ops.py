@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
+from protocols.fields import Environment as Environ
+from rollout.client import RolloutClient
 from rollout.environments.base import Context, Environment, Step, TurnResult
 from rollout.service import Timeouts
 from tests import rigs
@@ -81,6 +84,73 @@ def test_61_one_failing_environment_costs_only_its_own_trajectory(checkpoint: Pa
         assert record["segments"][0]["loss_mask"].sum() == 0
         assert record["error"]["stage"] == plan["stage"].split()[0]
         assert "on purpose" in record["error"]["message"]
+
+
+# 64: a group of which not all came through.
+
+
+class Lossy(Environment):
+    """Sample i does what the config's plan says at i: says nothing, hangs, fails, waits for a cancel, or is fine."""
+
+    on_length = "continue"
+
+    async def reset(self, context: Context) -> None:
+        self.does = context.config["plan"][context.sample_index]
+
+    async def step(self, turn: TurnResult) -> Step:
+        if self.does == "nothing":
+            return None  # type: ignore[return-value]
+        if self.does in ("hang", "cancel"):
+            await asyncio.Event().wait()
+        if self.does == "fail":
+            raise ValueError("on purpose")
+        return Step(observation=[7], done=turn.index == 1, reward=1.0)
+
+
+PLANS = {
+    "four of eight": ["nothing", "fine", "hang", "fine", "cancel", "fine", "nothing", "fine"],
+    "none of eight": ["nothing", "fail", "fail", "nothing", "cancel", "fail", "nothing", "fail"],
+    "all of eight": ["fine"] * 8,
+    "one, and fine": ["fine"],
+    "one, and lost": ["fail"],
+}
+ENDS = {
+    "fine": ("completed", "env_done"),
+    "nothing": ("failed", "env_error"),
+    "fail": ("failed", "env_error"),
+    "hang": ("truncated", "tool_deadline"),
+    "cancel": ("aborted", "abort_client"),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_64_every_sample_of_a_group_comes_back_and_says_what_it_is_worth(checkpoint: Path, name: str) -> None:
+    plan = PLANS[name]
+    env = "lossy=tests.rollout.test_field_reports_ops:Lossy"
+    with real_worker(checkpoint, env=env) as served, RolloutClient(served.address) as client:
+        with unharmed(served.address, provoked="on purpose"):
+            # A tool that hangs has its deadline; the one that is cancelled must not reach it first.
+            deadline = 2.0 if "hang" in plan else 60.0
+            asked = client.group(
+                [1, 2, 3],
+                n=len(plan),
+                max_tokens=3,
+                environment=Environ(name="lossy", config={"plan": plan}),
+                tool_deadline_s=deadline,
+            )
+            batch = client.submit(asked)
+            cancelled = [one for one, does in zip(asked.trajectory_ids, plan, strict=True) if does == "cancel"]
+            if cancelled:
+                client.cancel(trajectory_ids=cancelled)
+            (members,) = batch.groups()
+        assert [member.trajectory_id for member in members] == list(asked.trajectory_ids)
+        for member, does in zip(members, plan, strict=True):
+            assert (member.status, member.finish_reason) == ENDS[does], does
+            if does in ("nothing", "fail"):
+                assert not member.loss_mask.any()
+            # What is missing is neither a copy nor a zero.
+            assert member.reward is None or does == "fine"
+        assert len({id(member.token_ids) for member in members}) == len(members)
 
 
 # 72: the end of a worker with the real engine, in a thread and in a process of its own.
