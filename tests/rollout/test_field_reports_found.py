@@ -482,16 +482,17 @@ def test_libzmq_2020_clients_that_come_and_go_leave_nothing_behind() -> None:
         def forgotten() -> bool:
             return bool(served.call(lambda service: len(service.sessions)) == 1)
 
-        storm(served.address, 300, hello=True)
-        storm(served.address, 300, hello=False)
+        storm(served.address, 150, hello=True)
+        storm(served.address, 150, hello=False)
         eventually(forgotten, 30)
         before = rss()
         for _ in range(3):
-            storm(served.address, 300, hello=True)
+            storm(served.address, 150, hello=True)
             eventually(forgotten, 30)
         assert rss() - before < 20 * 2**20
 
 
+@pytest.mark.stress
 def test_libzmq_3176_a_client_that_asks_and_never_reads_fills_no_memory(tmp_path: Path) -> None:
     process = WorkerProcess("tests.rollout.stub_worker", folder=tmp_path)
     try:
