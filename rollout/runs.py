@@ -21,9 +21,6 @@ from rollout.trajectory import End, TrajectorySpec
 
 log = logging.getLogger(__name__)
 
-FINAL = ("engine_dead", "stale_version")
-"""Failures that a further attempt would only repeat."""
-
 
 class Runs:
     """launch: makes the rollout of a trajectory; its second argument gets the turns that wait for an answer.
@@ -208,23 +205,10 @@ class Runs:
         if closing is not None and not closing.done():
             self._closings.add(closing)
             closing.add_done_callback(self._closings.discard)
-        if self._may_retry(member, record):
+        if member.may_retry(record):
             self._retry(member, record)
         else:
             self._finish(member, record)
-
-    def _may_retry(self, member: Member, record: Record) -> bool:
-        group, failure = member.group, record.error
-        late = group.seconds is not None and time.monotonic() >= member.accepted + group.seconds
-        return (
-            record.status == "failed"
-            and failure is not None
-            and failure.code not in FINAL
-            and member.retries < member.batch.target.max_retries
-            and member.ending is None
-            and not member.forgotten
-            and not late
-        )
 
     def _retry(self, member: Member, record: Record) -> None:
         """Start from nothing, with the noise of another sample."""
@@ -286,7 +270,7 @@ class Runs:
             batch.session.batches.pop(batch.id, None)
 
     def _rest(self) -> None:
-        if not self._waiting and all(member in self._kept for member in self._tasks.values()):
+        if not self.admission.waiting and not self.admission.running:
             self.idle.set()
 
     # Surplus.

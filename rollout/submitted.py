@@ -18,6 +18,9 @@ from rollout.rollout import Rollout
 from rollout.sessions import Session
 from rollout.trajectory import End, TrajectorySpec
 
+FINAL = ("engine_dead", "stale_version")
+"""Failures that a further attempt would only repeat."""
+
 
 @dataclass(slots=True, eq=False)
 class Count:
@@ -258,6 +261,20 @@ class Member:
             stale = StaleVersion(f"version {needed} was waited for, {version} serves", scope="trajectory")
             return End("error", failure=stale.failure())
         return End(reason, Truncation(limit="trajectory_deadline_s", value=seconds))
+
+    def may_retry(self, record: Record) -> bool:
+        """Its attempt ended so: is another one allowed, wanted and in time?"""
+        seconds, failure = self.group.seconds, record.error
+        late = seconds is not None and time.monotonic() >= self.accepted + seconds
+        return (
+            record.status == "failed"
+            and failure is not None
+            and failure.code not in FINAL
+            and self.retries < self.batch.target.max_retries
+            and self.ending is None
+            and not self.forgotten
+            and not late
+        )
 
     def done(self, record: Record) -> Event:
         return Event(self.key, lambda: TrajectoryDone(id=self.batch.submit_id, record=record))
