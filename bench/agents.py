@@ -9,7 +9,6 @@ waits alone, and what the engine would take for the same tokens without any wait
 from __future__ import annotations
 
 import argparse
-import asyncio
 import itertools
 import tempfile
 import time
@@ -17,38 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
-from bench.environment import ForcedTurns
+from bench.environment import PLUGIN
 from bench.make_model import make_model
 from bench.workloads import Job, Workload, jobs, workloads
 from engine.config import BLOCK_SIZE
 from rollout.client import Environment, Group, RolloutClient, Trajectory
-from rollout.environments.base import Context, Step, TurnResult
 from rollout.local import local_worker
-
-PLUGIN = "waiting=bench.agents:WaitingTurns"
-
-
-def waits(mean: float, seed: int, sample: int, count: int) -> list[float]:
-    """Seconds after each turn but the last, the same in the worker and here."""
-    drawn: list[float] = np.random.default_rng((seed, sample, 1)).exponential(mean, count).tolist()
-    return drawn
-
-
-class WaitingTurns(ForcedTurns):
-    """config: also `wait_s`, the mean of an exponential law."""
-
-    async def reset(self, context: Context) -> None:
-        await super().reset(context)
-        config = context.config
-        self._waits = waits(config["wait_s"], config["seed"], context.sample_index, len(config["turns"]))
-
-    async def step(self, turn: TurnResult) -> Step:
-        step = await super().step(turn)
-        if not step.done:
-            await asyncio.sleep(self._waits[turn.index])
-        return step
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +52,7 @@ def replay(client: RolloutClient, workload: Workload, wait_s: float, seed: int =
 
 def group(client: RolloutClient, workload: Workload, job: Job, wait_s: float) -> Group:
     vocab_size = client.connect().model.vocab_size
-    config = {"turns": [[turn.appended, turn.sampled] for turn in job.turns], "seed": job.seed, "wait_s": wait_s}
+    config = {"turns": [[turn.appended, turn.sampled] for turn in job.turns], "seed": job.seed, "wait": wait_s}
     return client.group(
         job.appended(0, vocab_size),
         workload.samples,
