@@ -103,9 +103,9 @@ def descendants() -> list[psutil.Process]:
 
 
 def healthy(served: WorkerThread) -> None:
-    batches = served.service.batches
-    eventually(lambda: not served.engine.live and batches.results == 0 and batches.idle.is_set())
-    assert batches.admission.reserved_bytes == 0
+    runs = served.service.runs
+    eventually(lambda: not served.engine.live and runs.results == 0 and runs.idle.is_set())
+    assert served.service.batches.admission.reserved_bytes == 0
     assert served.service.engine.died is None
 
 

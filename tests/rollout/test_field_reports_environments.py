@@ -96,8 +96,8 @@ def harmed(processes: int = 8) -> Iterator[WorkerThread]:
             client.hello()
             client.call("submit", batch_id="smoke", groups=[group("smoke", prompt=[5, 6, 7])])
             assert client.record()["status"] in ("completed", "truncated")
-        batches = served.service.batches
-        eventually(lambda: not served.engine.live and batches.results == 0 and batches.idle.is_set())
+        runs = served.service.runs
+        eventually(lambda: not served.engine.live and runs.results == 0 and runs.idle.is_set())
     eventually(lambda: not psutil.Process().children(recursive=True))
 
 
