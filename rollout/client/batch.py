@@ -187,7 +187,7 @@ class AsyncBatch(BatchView):
             in_hand = () if isinstance(item, TurnDone) else (item,)
 
     async def groups(self) -> AsyncIterator[list[Trajectory]]:
-        """Whole groups as each ends, its trajectories in sample order."""
+        """Whole groups as each ends, its trajectories in sample order; last, those of which some were kept."""
         in_hand: list[Trajectory] = []
         while not isinstance(group := await arun(self._next_group(in_hand)), End):
             yield group
