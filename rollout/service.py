@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import logging
 import secrets
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import zmq
 
 from engine.handle import EngineHandle
 from protocols.codec import decode_request, encode
-from protocols.errors import BadRequest, ShuttingDown
+from protocols.errors import BadRequest
 from protocols.fields import Limits, ModelInfo, Record, Times
 from protocols.replies import Pong, ReplyMessage, TurnDone, WorkerStatus
 from rollout.admission import Admission
@@ -38,13 +37,12 @@ from rollout.sessions import Session, Sessions
 from rollout.trajectory import End, Trajectory, TrajectorySpec
 from rollout.versions import ours
 from rollout.weights import WeightUpdates
+from rollout.wind_down import wind_down
 
 log = logging.getLogger(__name__)
 
 PING_S = 0.5
 """How often each client's connection is looked at."""
-POLL_S = 0.02
-"""How often the end looks whether all results were taken over."""
 LINGER_S = 0.3
 """How long frames already handed to libzmq may take to leave at the very end."""
 
@@ -150,7 +148,8 @@ class Service:
             await asyncio.wait((death, stop), return_when=asyncio.FIRST_COMPLETED)
             if (failure := self.engine.died) is not None:
                 log.critical("the engine died: %s", failure.message)
-            await self._wind_down()
+            self.stopping = True
+            await wind_down(self, self._timeouts)
             return failure is None
         finally:
             for task in (death, stop, tick):
@@ -161,38 +160,6 @@ class Service:
     def stop(self) -> None:
         """Begin to drain: `run` returns when that is done."""
         self._stop.set()
-
-    async def _wind_down(self) -> None:
-        self.stopping = True
-        timeouts = self._timeouts
-        end = time.monotonic() + timeouts.drain + timeouts.ack
-        self.runs.end_waiting("abort_shutdown")
-        # A dead or paused engine finishes nothing.
-        await _within(self.runs.idle.wait(), 0.0 if self.engine.died or self.paused else timeouts.drain)
-        self.runs.end_running("abort_shutdown")
-        await _within(self.runs.idle.wait(), timeouts.ack / 2)
-        self.runs.leave_running()
-        await _within(self.runs.idle.wait(), timeouts.ack / 4)
-        # Delivery may use what is left of the drain: a result that is not taken over has to be made again elsewhere.
-        await _within(self._delivered(), end - time.monotonic())
-        if left := self.runs.results:
-            log.warning("%d results were not acknowledged before the end", left)
-        for connection in self.sessions.connections:
-            for task, request_id in tuple(connection.calls.items()):
-                task.cancel()
-                self.refuse(connection.peer, request_id, ShuttingDown("the worker shut down before this was done"))
-        if not await self.engine.close(timeouts.ack / 4):
-            log.warning("the engine did not stop in time")
-
-    async def _delivered(self) -> None:
-        """Until every client that is still connected has what it is owed."""
-        # Acks, sends and broken connections all count: looking is simpler than being told by each of them.
-        while any(  # noqa: ASYNC110
-            session.trajectories or session.connection.sender.depth
-            for session in self.sessions.all
-            if session.connection is not None
-        ):
-            await asyncio.sleep(POLL_S)
 
     def _launch(self, spec: TrajectorySpec, on_turn: Callable[[TurnDone], None]) -> Rollout:
         return Rollout(
@@ -309,9 +276,3 @@ class Service:
             "trajectories_cut_off": self._cut_off,
             "results_dropped": self.batches.results_dropped,
         }
-
-
-async def _within(awaitable: Coroutine[Any, Any, Any], seconds: float) -> None:
-    """Wait, but no longer than that."""
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(awaitable, seconds)
