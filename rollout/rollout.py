@@ -222,12 +222,15 @@ class Rollout:
             on_rest()
 
     async def _while_parked(self, watch: Stopwatch) -> None:
-        while self._parked is not None and not self._cancelled.done():
+        # Where `on_rest` is still to be called, the turn that was to be broken off has ended the trajectory instead.
+        while self._parked is not None and self._on_rest is None and not self._cancelled.done():
             await asyncio.wait((self._parked, self._cancelled), return_when=asyncio.FIRST_COMPLETED)
             watch.paused()
 
     async def _close(self) -> None:
         """A slow one goes on closing on its own: nobody waits for its record until then."""
+        if not self._environment.closes:
+            return
         self.closing = asyncio.get_running_loop().create_task(self._environment.close())
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.wait((self.closing,), timeout=CLOSE_S)

@@ -169,6 +169,11 @@ class Guard:
         within, environment = self._patience.finish_s, self._made()
         return await self._call("finish", lambda: environment.finish, (record,), check_final, within, stops)
 
+    @property
+    def closes(self) -> bool:
+        """Is there anything to close?"""
+        return self._environment is not None and not _is_default(self._environment, "close")
+
     async def close(self) -> None:
         """Always called, also while a call that was left behind still runs: it may be what ends that call."""
         environment = self._environment
