@@ -145,7 +145,10 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What happened since the last report."""
+    """What happened since the last report.
+
+    died: the engine stopped for good. What has no answer by then gets none, nor does what is still asked for.
+    """
 
     completions: tuple[Completion, ...] = ()
     weights: tuple[WeightsReport, ...] = ()

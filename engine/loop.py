@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
@@ -21,12 +22,12 @@ from engine.handle import (
     Report,
     Resume,
     Submit,
-    WeightsFailed,
-    WeightsReport,
 )
 from engine.reload import PrepareEnded, WeightUpdates
 from engine.request import Completion, Failure, Request, refusal
 from engine.step import WeightStore
+
+log = logging.getLogger(__name__)
 
 
 class Close:
@@ -42,8 +43,7 @@ REPORT_EVERY: Final = 0.25
 class EngineLoop:
     """Runs an engine until `Close`: takes every command that has come, makes one step, reports once at most.
 
-    deliver: gets each `Report`, on the thread of `run`. An exception in the loop is reported as `died`; from then on
-    every request and update is answered with an error.
+    deliver: gets each `Report`, on the thread of `run`. An exception in the loop ends it, reported as `died`.
     """
 
     def __init__(
@@ -71,7 +71,10 @@ class EngineLoop:
                 self._completions += self._engine.step()
                 self._report()
         except Exception as error:
-            self._die(Failure("engine_dead", f"{type(error).__name__}: {error}"))
+            log.exception("the engine's loop broke")
+            died = Failure("engine_dead", f"{type(error).__name__}: {error}")
+            ended = tuple(self._completions + self._engine.take_ended())
+            self._deliver(Report(ended, tuple(self._updates.take_reports()), self._engine.stats(), died))
         self._updates.close()
 
     def _take_commands(self) -> bool:
@@ -133,20 +136,3 @@ class EngineLoop:
         if news or stats != self._reported:
             self._completions, self._reported_at, self._reported = [], now, stats
             self._deliver(Report(tuple(completions), tuple(weights), stats))
-
-    def _die(self, failure: Failure) -> None:
-        """Answer for everything that was promised, then for whatever still comes, until `Close`."""
-        self._updates.abandon(failure)
-        ended = self._completions + self._engine.take_ended()
-        ended += [refusal(request, failure) for request in self._engine.live_requests()]
-        self._deliver(Report(tuple(ended), tuple(self._updates.take_reports()), self._engine.stats(), failure))
-        while not isinstance(item := self._inbox.get(), Close):
-            completions: tuple[Completion, ...] = ()
-            weights: tuple[WeightsReport, ...] = ()
-            match item:
-                case Submit(requests):
-                    completions = tuple(refusal(request, failure) for request in requests)
-                case PrepareWeights(update_id) | CommitWeights(update_id):
-                    weights = (WeightsFailed(update_id, failure),)
-            if completions or weights:
-                self._deliver(Report(completions, weights, self._engine.stats(), failure))

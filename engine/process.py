@@ -21,7 +21,6 @@ from engine.handle import Command, EngineInfo, EngineStats, Report
 from engine.log_line import LogLine
 from engine.loop import Close
 from engine.pipe import Pipe, taken
-from engine.promises import Promises
 from engine.recipe import EngineRecipe
 from engine.request import Failure
 
@@ -35,7 +34,7 @@ GONE_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The process is gone. Put among the commands: what comes after it is answered with this failure."""
+    """The process is gone. Put among the commands, so that it is told from `start` on, as everything is."""
 
     failure: Failure
 
@@ -43,8 +42,8 @@ class Ended:
 class ProcessEngine:
     """`EngineHandle` around an engine that a fresh interpreter builds (no fork: threads and CUDA survive none).
 
-    The process ends with this one, however that ends; it ignores SIGINT and SIGTERM. If it dies first, whoever waits
-    for an answer gets one, once. What it logs is logged here, progress of the start included.
+    The process ends with this one, however that ends; it ignores SIGINT and SIGTERM. If it dies first, that is reported
+    as `died`. What it logs is logged here, progress of the start included.
     """
 
     info: EngineInfo
@@ -55,7 +54,6 @@ class ProcessEngine:
         Raises the `EngineError` of the build; one of code "internal" for any other end before it is ready.
         """
         self._pipe, theirs = Pipe.pair()
-        self._promises = Promises()
         self._outbox: SimpleQueue[Command | Close | Ended] = SimpleQueue()
         self._stats = EngineStats()
         self._deliver: Callable[[Report], None] = lambda _: None
@@ -127,11 +125,13 @@ class ProcessEngine:
         except Exception:
             log.exception("the engine process is given up")
             process.kill()
+        left = self._stopped.is_set()
         self._stopped.set()
         failure = Failure("engine_dead", _end_of(process))
         if not ready.done():
             ready.set_exception(EngineError(f"{failure.message} before it was ready"))
-        self._outbox.put(Ended(failure))
+        if not left:
+            self._outbox.put(Ended(failure))
         process.kill()
         process.wait()
 
@@ -147,29 +147,19 @@ class ProcessEngine:
                 self._stopped.set()
             case Report():
                 self._stats = message.stats
-                self._promises.keep(message)
                 self._deliver(message)
 
     # The sender's thread.
 
     def _send_all(self) -> None:
-        """Pass commands on, and answer them once the process is gone, until `Close`."""
-        failure: Failure | None = None
+        """Pass commands on until `Close`."""
         batch: list[Command | Close | Ended] = []
         while not any(isinstance(item, Close) for item in batch):
             batch = taken(self._outbox)
-            commands = [item for item in batch if not isinstance(item, Ended)]
-            for command in commands:
-                if not isinstance(command, Close):
-                    self._promises.make(command)
-            ends = [item.failure for item in batch if isinstance(item, Ended)]
-            failure = ends[0] if ends else failure
-            if failure is None:
-                self._pass_on(commands)
-                continue
-            completions, weights = self._promises.fail(failure)
-            if ends or completions or weights:
-                self._deliver(Report(completions, weights, self._stats, failure))
+            self._pass_on([item for item in batch if not isinstance(item, Ended)])
+            for item in batch:
+                if isinstance(item, Ended):
+                    self._deliver(Report(stats=self._stats, died=item.failure))
 
     def _pass_on(self, commands: list[Command | Close]) -> None:
         try:

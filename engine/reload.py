@@ -156,12 +156,6 @@ class WeightUpdates:
             self._engine.abort_started("abort_weight_update")
         self._commit(update)
 
-    def abandon(self, failure: Failure) -> None:
-        """The engine is dead: whoever waits for an answer gets this one."""
-        update = self._update
-        if update is not None and (update.info is None or update.commit is not None):
-            self._reports.append(WeightsFailed(update.command.update_id, failure))
-
     def close(self) -> None:
         if self._update is not None and self._update.info is not None:
             self._store.discard()

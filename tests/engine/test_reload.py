@@ -297,18 +297,3 @@ def test_discard_while_draining_lets_everybody_go_on(rig: Rig) -> None:
     host.run()
     for request in requests:
         assert_same(host.ended[request.id], solo(request))
-
-
-def test_the_death_of_the_engine_is_an_answer(rig: Rig) -> None:
-    dead = Failure("engine_dead", "gone")
-    rig.updates.abandon(dead)
-    assert rig.updates.take_reports() == []
-    rig.host.add(ask("a", 20, 30))
-    rig.host.step()
-    rig.prepare()
-    rig.updates.abandon(dead)
-    assert rig.updates.take_reports() == []
-    rig.commit()
-    rig.updates.abandon(dead)
-    assert failure_of(rig.updates.take_reports()) == dead
-    rig.host.engine.release()
