@@ -113,7 +113,9 @@ async def play_all(count: int, seed: int) -> None:
         assert bool(segment.loss_mask.any()) == (record.status != "failed")
         if record.status == "completed":
             assert record.reward == 3.0
-    assert engine.stats.running == engine.stats.waiting == engine.stats.blocks_used == 0
+    async with asyncio.timeout(10):
+        while engine.stats.running or engine.stats.waiting or engine.stats.blocks_used:  # its last report is on its way
+            await asyncio.sleep(0.01)
     assert await engine.close(10)
 
 
