@@ -160,6 +160,8 @@ class Rollout:
         if (end := self._stopped()) is not None:
             return end
         end = await self._open()
+        if end is None and trajectory.unanswered:
+            end = trajectory.ended(ends_when_cut=environment.ends_when_cut)
         watch.tool()
         while end is None:
             await self._while_parked(watch)

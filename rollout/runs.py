@@ -77,8 +77,9 @@ class Runs:
         self._starting.wake()
 
     def end(self, member: Member, reason: TrajectoryReason) -> None:
-        """The first reason stays. A great many may end at once: the loop has other work between them."""
-        if member.record is None and member.ending is None:
+        """The first reason stays, but what is surplus may be wanted by nobody at all. A great many may end at once: the
+        loop has other work between them."""
+        if member.record is None and member.ending in (None, "abort_surplus") and member.ending != reason:
             member.ending = reason
             self._to_end.put(member.session, member)
             self._ending.wake()
@@ -297,10 +298,12 @@ class Runs:
 
     def _parked(self, member: Member, rollout: Rollout) -> None:
         """It has come to rest, with all that was sampled. It may have been cancelled meanwhile."""
+        reason = member.ending
         self.admission.park(member, record_bytes(rollout.so_far("abort_surplus"), member.group.echoed))
         self._kept_now(member)
-        if member.forgotten:
-            self.end(member, "abort_client")
+        if reason is not None and reason != "abort_surplus":
+            member.forgotten = True
+            self.end(member, reason)
 
     def _kept_now(self, member: Member) -> None:
         group, batch = member.group, member.batch

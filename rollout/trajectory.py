@@ -228,6 +228,10 @@ class Trajectory:
             return _failed(completion.error)
         if wrong is not None:
             return _failed(Failure("internal", f"the engine's reply: {wrong}"))
+        return self.ended(ends_when_cut=ends_when_cut)
+
+    def ended(self, *, ends_when_cut: bool) -> End | None:
+        """Does the trajectory end with its last turn, which is not answered yet?"""
         turn = self._turns[-1]
         match turn.finish_reason:
             case "stop" | "tool_calls":

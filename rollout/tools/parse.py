@@ -19,6 +19,8 @@ THINK, THOUGHT = "<think>", "</think>"
 TAG = re.compile(f"{OPEN}|{THINK}|{THOUGHT}")
 BETWEEN = re.compile(r"[\s,;]*")
 """What may stand between two calls in one pair of tags."""
+MOST = 128
+"""Calls that are looked at in one turn: a model that repeats a tag to its limit must not stop the worker."""
 SHOWN = 200
 """Characters of a bad call that its error repeats."""
 
@@ -54,7 +56,8 @@ def read(text: str, *, complete: bool = True, thinking: bool = False) -> Said:
     reasoning: list[str] = []
     content: list[str] = []
     calls: list[Call | BadCall] = []
-    at = 0
+    at = looked = 0
+    more = False
     if thinking:
         at = _think(text, 0, reasoning)
     while (tag := TAG.search(text, at)) is not None:
@@ -64,11 +67,16 @@ def read(text: str, *, complete: bool = True, thinking: bool = False) -> Said:
             at = _think(text, at, reasoning)
         elif tag[0] == THOUGHT:
             # It closes what nothing here opened: everything so far was reasoning, drafts of calls included.
-            reasoning[:], content[:], calls[:] = [text[: tag.start()]], [], []
-        else:
+            reasoning[:], content[:], calls[:], more = [text[: tag.start()]], [], [], False
+        elif looked < MOST:
             found, at = _block(text, at, complete)
+            looked += len(found)
             calls += found
+        else:
+            more = True
     content.append(text[at:])
+    if more or len(calls) > MOST:
+        calls[MOST:] = [BadCall(f"no more than {MOST} calls are looked at in one turn")]
     return Said("".join(content).strip(), "\n".join(reasoning).strip(), tuple(calls))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 import zlib
 from collections import Counter
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.handle import Command, Report
+from engine.handle import Abort, Command, Ping, Report
 from engine.request import Request
 from protocols.codec import encode
 from protocols.errors import BadRequest, Duplicate, UnknownTrajectory
@@ -381,6 +382,76 @@ def test_what_ends_while_it_is_to_be_kept_is_not_lost() -> None:
             later = [t.trajectory_id for t in client.submit(resume=batch.kept) if t.ok] if batch.kept else []
             assert sorted([*ended, *later]) == names
         eventually(lambda: untouched(thread))
+
+
+class Crossing(Named):
+    """Whatever is to be aborted has reached its end a moment before."""
+
+    def _take(self, command: Command) -> None:
+        if not isinstance(command, Abort):
+            super()._take(command)
+            return
+        for name in command.request_ids:
+            self._end(name, "length")
+
+
+def test_a_turn_that_ended_its_trajectory_while_it_was_to_be_broken_off_is_in_a_record() -> None:
+    with pair(Crossing(1.0)) as (thread, client):
+        batch = client.submit(group(client, "a", "slow", on_length="end"), min_complete=1)
+        results = batch.results(timeout=10)
+        assert [(t.trajectory_id, t.finish_reason) for t in results] == [("a", "length"), ("slow", "length")]
+        assert all(whole(t) for t in results)
+        assert batch.kept == ()
+        eventually(lambda: untouched(thread))
+
+
+def test_what_was_returned_after_its_last_turn_has_no_further_one() -> None:
+    with pair(Crossing(1.0)) as (thread, client):
+        ask = {"script": [[5], [6]], "on_length": "end"}
+        batch = client.submit(group(client, "a", "slow", **ask), min_complete=1, surplus="return")
+        slow = next(t for t in batch.results(timeout=10) if t.trajectory_id == "slow")
+        assert (slow.finish_reason, slow.resumable, len(slow.turns)) == ("abort_surplus", True, 1)
+        (again,) = client.submit(resume=[slow]).results(timeout=10)
+        assert (again.finish_reason, len(again.turns)) == ("length", 1)
+        assert whole(again)
+        eventually(lambda: untouched(thread))
+
+
+class Slowly(Named):
+    """Lets the test say when aborts take effect."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.aborts: list[Command] = []
+
+    def _take(self, command: Command) -> None:
+        if isinstance(command, Abort):
+            self.aborts.append(command)
+        else:
+            super()._take(command)
+
+    def abort_now(self) -> None:
+        for command in self.aborts:
+            self._later(0.0, functools.partial(super()._take, command))
+        self.send(Ping())
+
+
+@pytest.mark.parametrize("how", ["cancel", "leave"])
+def test_what_nobody_wants_any_more_while_it_is_to_be_kept_is_not_kept(how: str) -> None:
+    engine = Slowly(1.0)
+    with pair(engine, timeouts=Timeouts(client=0.1)) as (thread, client):
+        batch = client.submit(group(client, "a", "slow"), min_complete=1)
+        assert next(iter(batch)).trajectory_id == "a"
+        eventually(lambda: bool(engine.aborts))
+        if how == "cancel":
+            batch.close()
+            client.status()
+        else:
+            client.close()
+            eventually(lambda: not thread.call(lambda service: len(service.sessions)))
+        engine.abort_now()
+        eventually(lambda: untouched(thread))
+        assert not thread.call(lambda service: service.runs._kept)
 
 
 # Returned, and gone on with elsewhere.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.tools.parse import BadCall, Call, read
+from rollout.tools.parse import MOST, BadCall, Call, read
 
 
 def block(name: str = "lookup", **arguments: object) -> str:
@@ -162,3 +163,26 @@ def test_nothing_that_a_model_says_raises(text: str) -> None:
 def test_whatever_can_be_said_in_json_can_be_an_argument(arguments: dict[str, object]) -> None:
     body = json.dumps({"name": "f", "arguments": arguments}, ensure_ascii=False)
     assert read(f"x<tool_call>{body}</tool_call>").calls == (Call("f", arguments),)
+
+
+@pytest.mark.parametrize(
+    "again",
+    ["<tool_call>", "<tool_call>{", "<tool_call></think>", '<tool_call>{"name": "f"}', "<tool_call>\n</tool_call>\n"],
+)
+def test_a_turn_that_repeats_a_tag_to_its_limit_is_read_in_no_time(again: str) -> None:
+    began = time.process_time()
+    said = read(again * 20_000)
+    assert time.process_time() - began < 2
+    if "</think>" not in again:
+        assert len(said.calls) == MOST + 1
+        assert problem_of(said.calls[-1]).startswith(f"no more than {MOST} calls")
+
+
+def test_a_list_of_calls_is_no_way_around_that() -> None:
+    said = read(f"<tool_call>[{', '.join(['7'] * 20_000)}]</tool_call>")
+    assert len(said.calls) == MOST + 1
+
+
+def problem_of(call: Call | BadCall) -> str:
+    assert isinstance(call, BadCall)
+    return call.problem
