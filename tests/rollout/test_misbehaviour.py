@@ -114,7 +114,7 @@ async def play_all(count: int, seed: int) -> None:
         if record.status == "completed":
             assert record.reward == 3.0
     async with asyncio.timeout(10):
-        while engine.stats.running or engine.stats.waiting or engine.stats.blocks_used:  # its last report is on its way
+        while engine.stats.running or engine.stats.waiting or engine.stats.blocks_used:  # noqa: ASYNC110 (its last report is on its way)
             await asyncio.sleep(0.01)
     assert await engine.close(10)
 
