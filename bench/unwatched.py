@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollout import cli, start
-from rollout.observer import Silence
+from rollout.observer import Observer
 
 
-class Unwatched(Silence):
+class Unwatched(Observer):
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 

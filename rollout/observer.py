@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from protocols.fields import Record
 
@@ -21,8 +21,11 @@ class Round:
     accepted: float
 
 
-class Observer(Protocol):
-    """Called on the worker's event loop, between two results: each method returns soon and raises nothing."""
+class Observer:
+    """Called on the worker's event loop, between two results: each method returns soon and raises nothing.
+
+    This one does nothing: it is that of a worker which nobody watches.
+    """
 
     def batch_accepted(self, batch: Round, trajectories: int) -> None:
         """Once for every submit that brings `trajectories` new ones."""
@@ -44,21 +47,3 @@ class Observer(Protocol):
 
     def weights_failed(self, stage: Literal["prepare", "commit"]) -> None:
         """The old version serves on."""
-
-
-class Silence:
-    """The observer of a worker that nobody watches."""
-
-    def batch_accepted(self, batch: Round, trajectories: int) -> None: ...
-
-    def trajectory_ended(self, batch: Round, record: Record, version: int) -> None: ...
-
-    def group_done(self, batch: Round, group_id: str, seconds: float) -> None: ...
-
-    def batch_done(self, batch: Round) -> None: ...
-
-    def weights_prepared(self, version: int, seconds: float, nbytes: int) -> None: ...
-
-    def weights_committed(self, version: int, paused_s: float) -> None: ...
-
-    def weights_failed(self, stage: Literal["prepare", "commit"]) -> None: ...

@@ -29,7 +29,7 @@ from rollout.environments.registry import Registry
 from rollout.handlers import Handlers, as_error_reply
 from rollout.kv_budget import KvBudget
 from rollout.kv_gate import KvGate
-from rollout.observer import Observer, Silence
+from rollout.observer import Observer
 from rollout.rollout import Rollout
 from rollout.runs import Runs
 from rollout.score import Scorer
@@ -90,7 +90,7 @@ class Service:
         max_waiting: int,
         observer: Observer | None = None,
     ) -> None:
-        observer = observer or Silence()
+        observer = observer or Observer()
         self.boot_id = secrets.token_hex(8)
         self.version = ours()
         self.model = served.model

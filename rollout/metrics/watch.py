@@ -19,7 +19,7 @@ from rollout.metrics.places import Places
 from rollout.metrics.rounds import Rounds
 from rollout.metrics.row import TIME_AXIS, Row
 from rollout.metrics.self_check import SelfCheck
-from rollout.observer import Round
+from rollout.observer import Observer, Round
 from rollout.score import Scorer
 
 log = logging.getLogger(__name__)
@@ -58,8 +58,8 @@ def _harmless(method: Callable[P, None]) -> Callable[P, None]:
     return call
 
 
-class Metrics:
-    """An Observer. interval: seconds between two rows of gauges. Used on the worker's loop.
+class Metrics(Observer):
+    """interval: seconds between two rows of gauges. Used on the worker's loop.
 
     self_check: score a trajectory of each round again. That is work for the engine, in steps that others share.
     """

@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from protocols.fields import Record
-from rollout.observer import Round, Silence
+from rollout.observer import Observer, Round
 from tests.rollout.raw_client import RawClient, group
 from tests.rollout.timed_engine import TimedEngine
 from tests.rollout.workers import eventually, worker
 
 
 @dataclass
-class Notes:
+class Notes(Observer):
     """An observer that writes everything down."""
 
     told: list[tuple[Any, ...]] = field(default_factory=list)
@@ -109,8 +109,8 @@ def test_what_nobody_wants_any_more_still_ends() -> None:
     assert [told[3] for told in notes.told if told[0] == "ended"] == ["abort_client"] * 2
 
 
-def test_silence_takes_it_all() -> None:
-    with worker(TimedEngine(), observer=Silence()) as served, RawClient(served.address) as client:
+def test_one_that_does_nothing_takes_it_all() -> None:
+    with worker(TimedEngine(), observer=Observer()) as served, RawClient(served.address) as client:
         client.hello()
         submit(client, "b", group("g", n=1, max_tokens=1))
         load(client, 1)

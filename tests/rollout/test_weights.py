@@ -12,7 +12,7 @@ from engine.handle import CommitWeights, DiscardWeights, PrepareWeights
 from protocols.errors import BadRequest, WeightsBusy, WeightsInvalid
 from protocols.requests import AbortWeightsRequest, CommitWeightsRequest, PrepareWeightsRequest
 from rollout.async_engine import AsyncEngine
-from rollout.observer import Silence
+from rollout.observer import Observer
 from rollout.weights import WeightUpdates
 from tests.rollout.raw_client import RawClient, group
 from tests.rollout.timed_engine import TimedEngine
@@ -23,7 +23,7 @@ from tests.rollout.workers import eventually, on_loop, worker
 async def updates(engine: TimedEngine, version: int = 0) -> AsyncIterator[WeightUpdates]:
     face = AsyncEngine(engine)
     await face.start()
-    yield WeightUpdates(face, version=version, digest="start", on_commit=lambda: None, observer=Silence())
+    yield WeightUpdates(face, version=version, digest="start", on_commit=lambda: None, observer=Observer())
     await face.close(5)
 
 
