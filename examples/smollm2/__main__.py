@@ -7,18 +7,17 @@ import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from transformers import AutoTokenizer
 
-from examples.smollm2.chat import ChatFormat
 from examples.smollm2.fetch import FetchError, smollm2
+from rollout.chat.format import ChatFormat, Form
 from rollout.client import RolloutClient, Trajectory, TurnDone
 from rollout.local import local_worker
+from rollout.tokenizer import Tokenizer
 
 MESSAGES = ("What is the capital of France?", "And of Italy? Answer in one short sentence.")
 SOURCES = ("prompt", "sampled", "glue", "observation", "prefix")
@@ -34,19 +33,22 @@ def main() -> int:
     except FetchError as error:
         print(f"{error}", file=sys.stderr)
         return 1
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    chat_format = ChatFormat.load(checkpoint, Tokenizer.load(checkpoint))
+    if chat_format is None:
+        print(f"{checkpoint} has no tokenizer.json or no chat template", file=sys.stderr)
+        return 1
+    form = chat_format.form()
     with (
         local_worker(checkpoint, device="cpu", max_running=1, max_context=2048, log_level="warning") as worker,
         RolloutClient(worker.address) as client,
     ):
-        trajectory = chat(client, tokenizer, options, console)
-    show_record(trajectory, tokenizer, console)
+        trajectory = chat(client, form, options, console)
+    show_record(trajectory, form, console)
     return 0 if trajectory.ok else 1
 
 
-def chat(client: RolloutClient, tokenizer: Any, options: argparse.Namespace, console: Console) -> Trajectory:
+def chat(client: RolloutClient, form: Form, options: argparse.Namespace, console: Console) -> Trajectory:
     """One trajectory in the environment "remote": this program answers each turn, knowing what the model said."""
-    form = ChatFormat(tokenizer)
     group = client.group(
         form.prompt([{"role": "user", "content": options.messages[0]}]),
         environment="remote",
@@ -58,14 +60,16 @@ def chat(client: RolloutClient, tokenizer: Any, options: argparse.Namespace, con
     for event in client.submit(group).events():
         if isinstance(event, Trajectory):
             return event
-        say(console, "model", tokenizer.decode(event.token_ids, skip_special_tokens=True), about(event))
+        said = event.token_ids[~np.isin(event.token_ids, list(form.control))]
+        say(console, "model", form.decode(said), about(event))
         following = event.turn.index + 1
         if following == len(options.messages):
             client.continue_(event, done=True)
         else:
             say(console, "user", options.messages[following])
-            turn = form.next_turn(event.token_ids.tolist(), options.messages[following])
-            client.continue_(event, glue=turn.glue, observation=turn.observation)
+            suffix = form.suffix([{"role": "user", "content": options.messages[following]}])
+            observation = np.concatenate([suffix.observation, suffix.opening])
+            client.continue_(event, glue=suffix.after(event.token_ids), observation=observation)
     raise RuntimeError("the batch ended without its trajectory")
 
 
@@ -80,7 +84,7 @@ def about(event: TurnDone) -> str:
     return f"[{turn.length} tokens, {turn.finish_reason}; {context}; mean logprob {event.logprobs.mean():.3f}]"
 
 
-def show_record(trajectory: Trajectory, tokenizer: Any, console: Console) -> None:
+def show_record(trajectory: Trajectory, form: Form, console: Console) -> None:
     """The one sequence that a trainer trains on, by where its tokens came from."""
     table = Table(
         "tokens", "source", "mask", "mean logprob", "text", title="what the trainer gets", title_justify="left"
@@ -88,7 +92,7 @@ def show_record(trajectory: Trajectory, tokenizer: Any, console: Console) -> Non
     for start, stop in runs(trajectory.source):
         source, mask = SOURCES[trajectory.source[start]], trajectory.loss_mask[start:stop]
         logprob = f"{trajectory.logprobs[start:stop].mean():.3f}" if source == "sampled" else ""
-        text = tokenizer.decode(trajectory.token_ids[start:stop])
+        text = form.decode(trajectory.token_ids[start:stop])
         table.add_row(f"{start}..{stop - 1}", source, str(mask[0]), logprob, Text(repr(text)))
     console.print(table)
     console.print(f"loss mask  {''.join(map(str, trajectory.loss_mask))}")

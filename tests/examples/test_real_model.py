@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from transformers import AutoTokenizer
 
-from examples.smollm2.chat import ChatFormat
+from rollout.chat.format import ChatFormat, Form
 from rollout.client import RolloutClient, Trajectory, TurnDone
 from rollout.local import local_worker
+from rollout.tokenizer import Tokenizer
 from tests.engine.serve import ask, load, serve
 from tests.rigs import Reference
 
@@ -37,8 +37,10 @@ TOLERANCE = 1e-3
 
 
 @pytest.fixture(scope="module")
-def tokenizer(smollm2_checkpoint: Path) -> Any:
-    return AutoTokenizer.from_pretrained(smollm2_checkpoint)
+def form(smollm2_checkpoint: Path) -> Form:
+    chat = ChatFormat.load(smollm2_checkpoint, Tokenizer.load(smollm2_checkpoint))
+    assert chat is not None
+    return chat.form()
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +59,9 @@ def predictions(reference: Reference, ids: list[int]) -> tuple[Array, Array]:
     return rows.argmax(-1).numpy(), logprobs.numpy()
 
 
-def test_64_greedy_tokens_of_16_chats_in_one_batch(
-    smollm2_checkpoint: Path, tokenizer: Any, reference: Reference
-) -> None:
-    form = ChatFormat(tokenizer)
+def test_64_greedy_tokens_of_16_chats_in_one_batch(smollm2_checkpoint: Path, form: Form, reference: Reference) -> None:
     texts = [*QUESTIONS, *(f"Repeat the last word. {LONG * n}" for n in (1, 2, 3, 4, 5, 6, 8, 10))]
-    prompts = [form.prompt([{"role": "user", "content": text}]) for text in texts]
+    prompts = [form.prompt([{"role": "user", "content": text}]).tolist() for text in texts]
     assert len(prompts) == 16
     assert len({len(prompt) for prompt in prompts}) > 10
     # 12 rows at once, chunks of at most 64 tokens, and KV for about half of what they need.
@@ -82,10 +81,9 @@ def test_64_greedy_tokens_of_16_chats_in_one_batch(
     assert max(map(len, prompts)) > 64, "no prompt was cut into chunks"
 
 
-def test_a_two_turn_chat_through_the_worker(smollm2_checkpoint: Path, tokenizer: Any, reference: Reference) -> None:
+def test_a_two_turn_chat_through_the_worker(smollm2_checkpoint: Path, form: Form, reference: Reference) -> None:
     """Greedy: the answers are the reference's own, and the record is what was said, once each."""
-    form = ChatFormat(tokenizer)
-    prompt = form.prompt([{"role": "user", "content": QUESTIONS[0]}])
+    prompt = form.prompt([{"role": "user", "content": QUESTIONS[0]}]).tolist()
     answers, appended, trajectory = [], [], None
     with (
         local_worker(smollm2_checkpoint, max_running=2, max_context=512, log_level="warning") as worker,
@@ -97,15 +95,17 @@ def test_a_two_turn_chat_through_the_worker(smollm2_checkpoint: Path, tokenizer:
                 trajectory = event
             elif isinstance(event, TurnDone) and event.turn.index == 0:
                 answers.append(event.token_ids.tolist())
-                turn = form.next_turn(answers[0], "And of Italy? <|im_end|> Answer in one sentence.")
-                appended = turn.glue + turn.observation
-                client.continue_(event, glue=turn.glue, observation=turn.observation)
+                suffix = form.suffix([{"role": "user", "content": "And of Italy? <|im_end|> Answer in one sentence."}])
+                glue = suffix.after(event.token_ids)
+                observation = np.concatenate([suffix.observation, suffix.opening])
+                appended = [*glue.tolist(), *observation.tolist()]
+                client.continue_(event, glue=glue, observation=observation)
             else:
                 answers.append(event.token_ids.tolist())
                 client.continue_(event, done=True)
     assert trajectory is not None
     assert (trajectory.status, trajectory.finish_reason) == ("completed", "env_done")
-    assert "Paris" in tokenizer.decode(answers[0])
+    assert "Paris" in form.decode(answers[0])
     assert trajectory.token_ids.tolist() == prompt + answers[0] + appended + answers[1]
     mask = [0] * len(prompt) + [1] * len(answers[0]) + [0] * len(appended) + [1] * len(answers[1])
     assert trajectory.loss_mask.tolist() == mask
