@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from threading import Thread
 
+from engine.collector import spare_the_collector
 from engine.errors import EngineError
 from engine.handle import Command, EngineInfo, Report
 from engine.log_line import LogLine
@@ -69,6 +70,7 @@ def _serve(recipe: EngineRecipe, inbox: Inbox, outbox: Outbox) -> None:
         log.exception("the engine cannot be built")
         outbox.put(EngineError(f"{type(error).__name__}: {error}"))
     else:
+        spare_the_collector()
         outbox.put(built.info)
         EngineLoop(built.engine, built.weights, inbox, outbox.put).run()
 

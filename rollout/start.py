@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import json
 import logging
 import os
@@ -13,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.collector import spare_the_collector
 from engine.handle import EngineHandle
 from rollout.channel import BindError, Channel
 from rollout.config import WorkerConfig
@@ -101,7 +101,7 @@ async def _serve(config: WorkerConfig, channel: Channel, loaded: Loaded, metrics
     _catch_signals(service)
 
     def ready() -> None:
-        _spare_the_collector()
+        spare_the_collector()
         here = {"address": channel.address, "pid": os.getpid(), "boot_id": service.boot_id, "seconds": round(age(), 1)}
         if config.log_format == "json":
             log.info("ready", extra={**loaded.summary.fields(), **here})
@@ -124,16 +124,6 @@ async def _serve(config: WorkerConfig, channel: Channel, loaded: Loaded, metrics
         for task in watching:
             task.cancel()
         await asyncio.gather(*watching, return_exceptions=True)
-
-
-def _spare_the_collector() -> None:
-    """What is loaded stays: the collector need not look at it again, which takes a large pause each time.
-
-    Results are many live objects and no garbage, so it is also called less often.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
 
 
 def _leave(loop: asyncio.AbstractEventLoop) -> None:

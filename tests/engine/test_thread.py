@@ -169,7 +169,7 @@ def test_an_idle_engine_answers_a_ping_with_its_gauges(rig: Rig) -> None:
     before = len(rig.listener.reports)
     for count in (1, 2):
         rig.handle.send(Ping())
-        rig.listener.until(lambda: len(rig.listener.reports) == before + count)
+        rig.listener.until(lambda count=count: len(rig.listener.reports) == before + count)
     assert rig.listener.reports[-1].stats == rig.listener.reports[-2].stats
     assert not rig.listener.reports[-1].completions
 
