@@ -143,13 +143,13 @@ class KvBudget:
         return key in self._running
 
     def may_start(self, what: Candidate) -> bool:
-        """True where nothing runs, and wherever everything fits."""
+        """True where all that run are away, and wherever everything fits."""
         new = self._made(what)
         shared = self._shared + (0 if new.siblings.running else new.siblings.shared)
         if self._at_most(len(self._running) + 1, shared) <= self._pool:
             return True
-        running = [*self._counted(), new]
-        return len(running) == 1 or self._fit(running)
+        running = list(self._counted())
+        return all(one.away for one in running) or self._fit([*running, new])
 
     def start(self, what: Candidate) -> None:
         running = self._running[what.key] = self._made(what)
@@ -171,12 +171,16 @@ class KvBudget:
         running.kind.running.add(running.grown)
         return running.away
 
+    def stays_away(self, key: Hashable) -> None:
+        """Its environment has had it for long, whatever was expected."""
+        self._running[key].away = True
+
     def may_go_on(self, key: Hashable) -> bool:
-        """May its next turn run? Those that started before it come first; the oldest always may."""
+        """May its next turn run? Those that started before it come first; the oldest that is here always may."""
         if self._at_most(len(self._running), self._shared) <= self._pool:
             return True
         older = list(takewhile(lambda running: running.what.key != key, self._counted()))
-        return not older or self._fit([*older, self._running[key]])
+        return all(one.away for one in older) or self._fit([*older, self._running[key]])
 
     def leave(self, key: Hashable) -> None:
         """It needs no KV any more; how it ended is yet to be told."""

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
 from engine.handle import EngineStats
+from engine.kv_holds import LONG_WAIT
 from engine.request import Completion, FinishReason, Request
 from rollout.async_engine import AsyncEngine
 from rollout.kv_budget import KvBudget
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """A turn that waits for room. ended: it is over before it could start."""
+
+    request: Request
+    room: asyncio.Future[None]
+    ended: Completion | None = None
 
 
 class KvGate:
@@ -24,7 +35,8 @@ class KvGate:
         self._engine = engine
         self._budget = budget
         self._on_room = on_room
-        self._waiting: dict[str, tuple[Request, asyncio.Future[Completion | None]]] = {}
+        self._waiting: dict[str, Turn] = {}
+        self._away: dict[str, asyncio.TimerHandle] = {}
 
     @property
     def stats(self) -> EngineStats:
@@ -38,6 +50,7 @@ class KvGate:
     async def generate(self, request: Request) -> Completion:
         """See `AsyncEngine.generate`; the wait for room is part of it."""
         key = request.trajectory
+        self._here(key)
         if key not in self._budget:
             return await self._engine.generate(request)
         self._budget.grew(key, len(request.token_ids))
@@ -48,19 +61,24 @@ class KvGate:
             length = len(request.token_ids) + len(completion.token_ids)
             if self._budget.grew(key, length, request.expected_wait):
                 self._on_room()
+            else:
+                self._away[key] = asyncio.get_running_loop().call_later(LONG_WAIT, self._stays_away, key)
         self.wake()
         return completion
 
     def abort(self, request_ids: Iterable[str], reason: FinishReason) -> None:
         for request_id in request_ids:
-            if request_id in self._waiting:
-                request, room = self._waiting.pop(request_id)
-                room.set_result(_unstarted(request, reason))
-            else:
+            if (turn := self._waiting.get(request_id)) is None:
                 self._engine.abort((request_id,), reason)
+                continue
+            # It may have been given its room already, and not have come to take it.
+            turn.ended = turn.ended or _unstarted(turn.request, reason)
+            if not turn.room.done():
+                turn.room.set_result(None)
 
     def release_kv(self, key: str) -> None:
         """See `AsyncEngine.release_kv`."""
+        self._here(key)
         self._engine.release_kv(key)
         if key in self._budget:
             self._budget.leave(key)
@@ -69,20 +87,33 @@ class KvGate:
 
     def wake(self) -> None:
         """Let turns go on for which there is room by now, those of the oldest trajectories first."""
-        for request, room in sorted(self._waiting.values(), key=lambda waiting: waiting[0].order):
-            if self._engine.died is None and not self._budget.may_go_on(request.trajectory):
+        waiting = [turn for turn in self._waiting.values() if not turn.room.done()]
+        for turn in sorted(waiting, key=lambda turn: turn.request.order):
+            if self._engine.died is None and not self._budget.may_go_on(turn.request.trajectory):
                 break
-            del self._waiting[request.id]
-            room.set_result(None)
+            turn.room.set_result(None)
 
     async def _room(self, request: Request) -> Completion | None:
         """Until there is room, or the end of the request, which then did not start."""
-        room: asyncio.Future[Completion | None] = asyncio.get_running_loop().create_future()
-        self._waiting[request.id] = request, room
+        turn = self._waiting[request.id] = Turn(request, asyncio.get_running_loop().create_future())
         try:
-            return await room
+            await turn.room
+            return turn.ended
         finally:
-            self._waiting.pop(request.id, None)
+            del self._waiting[request.id]
+
+    def _here(self, key: str) -> None:
+        """Its environment has it no longer."""
+        if (timer := self._away.pop(key, None)) is not None:
+            timer.cancel()
+
+    def _stays_away(self, key: str) -> None:
+        """Nobody may wait for an environment that itself waits for others to start, as one may that steps together."""
+        del self._away[key]
+        if key in self._budget:
+            self._budget.stays_away(key)
+            self._on_room()
+            self.wake()
 
 
 def _unstarted(request: Request, reason: FinishReason) -> Completion:

@@ -228,6 +228,20 @@ def test_the_oldest_goes_on_however_large() -> None:
     assert budget.may_go_on("second")
 
 
+def test_who_is_here_waits_for_nobody_who_is_away() -> None:
+    budget = learned(800, 320)
+    started, late = start(budget, 20), candidate("late")
+    assert not budget.may_start(late)
+    for i in range(started):
+        budget.stays_away(f"{i}")
+    assert budget.may_start(late)
+    budget.start(late)
+    assert budget.may_go_on("late")
+    assert not budget.may_start(candidate("later")), "late is here"
+    budget.grew("0", 320)
+    assert not budget.may_go_on("late"), "so is an older one"
+
+
 # Whatever happens.
 
 

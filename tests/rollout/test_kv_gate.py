@@ -16,6 +16,7 @@ from rollout.async_engine import AsyncEngine
 from rollout.kv_budget import Candidate, KvBudget
 from rollout.kv_gate import KvGate
 from tests.rollout.stub_engine import StubEngine, completed
+from tests.rollout.workers import soon
 
 PROMPT = 160
 
@@ -170,5 +171,31 @@ def test_who_was_not_started_through_the_budget_passes() -> None:
         await one_waits(gate)
         gate.ask(9, PROMPT + 4000)
         assert await gate.submitted() == ["t0/0", "t9/0"]
+
+    drive(test, 2)
+
+
+def test_an_abort_between_room_and_taking_it_is_not_lost() -> None:
+    async def test(gate: Gate) -> None:
+        second = await one_waits(gate)
+        gate.gate.release_kv("t0")
+        gate.gate.abort(("t1/0",), "abort_client")
+        completion = await second
+        assert completion.finish_reason == "abort_client"
+        assert await gate.submitted() == ["t0/0"]
+        assert gate.gate.num_waiting == 0
+
+    drive(test, 2)
+
+
+def test_nobody_waits_for_an_environment_that_waits_for_him() -> None:
+    async def test(gate: Gate) -> None:
+        second = await one_waits(gate)
+        gate.stub.finish(completed(gate.stub.held["t0/0"]))
+        await soon(lambda: gate.gate.num_waiting == 0)
+        assert "t1/0" in await gate.submitted()
+        assert gate.rooms == 1
+        gate.stub.finish(completed(gate.stub.held["t1/0"]))
+        assert (await second).finish_reason == "stop"
 
     drive(test, 2)

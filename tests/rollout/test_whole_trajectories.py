@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -42,6 +42,24 @@ class Slow(Environment):
         return Step(observation=self._chance.integers(1, 500, self._config["seen"], np.int32))
 
 
+class Together(Environment):
+    """Answers when all `config["all"]` of them have come, as one does that steps a batch of games at once."""
+
+    come: ClassVar[list[asyncio.Future[None]]] = []
+
+    async def reset(self, context: Context) -> None:
+        self._all = context.config["all"]
+
+    async def step(self, turn: TurnResult) -> Step:
+        here = asyncio.get_running_loop().create_future()
+        self.come.append(here)
+        if len(self.come) == self._all:
+            while self.come:
+                self.come.pop().set_result(None)
+        await here
+        return Step(observation=[1] * 20, done=turn.index + 1 == TURNS)
+
+
 class Paced(FakeRunner):
     """A step takes a millisecond at least, as on a device."""
 
@@ -55,7 +73,8 @@ def real_worker(num_blocks: int, *, whole: bool, slots: int = 4) -> Iterator[tup
     runner = Paced(num_blocks=num_blocks, num_slots=slots, vocab_size=1000)
     engine = Engine(runner, EngineConfig(max_running=slots, max_step_tokens=64, max_context=600))
     runner.watch(engine._scheduler.pool)
-    what = served(max_context=600, env=("slow=tests.rollout.test_whole_trajectories:Slow",))
+    here = "tests.rollout.test_whole_trajectories"
+    what = served(max_context=600, env=(f"slow={here}:Slow", f"together={here}:Together"))
     what = replace(what, kv_tokens=(num_blocks - 1) * BLOCK_SIZE if whole else None)
     handle: Any = ThreadEngine(engine, FakeWeights(runner))
     with worker(handle, what=what) as thread:
@@ -158,6 +177,17 @@ def test_a_pool_for_a_few_is_left_to_a_few() -> None:
     partial = 12 * (TURNS - 1) * BLOCK_SIZE
     assert found[True] <= new + partial + 0.03 * new
     assert found[False] > found[True]
+
+
+def test_trajectories_that_wait_for_each_other_all_come_to_their_ends() -> None:
+    """Twelve over a pool for three: with some of them away nobody would ever come back to make room."""
+    with real_worker(40, whole=True) as (thread, engine), RawClient(thread.address) as client:
+        client.hello()
+        environment = {"name": "together", "config": {"all": 12}}
+        groups = [agents(f"g{i}", n=1, wait=0.0) | {"environment": environment} for i in range(12)]
+        client.call("submit", batch_id="b", groups=groups)
+        assert len(records(client, 12)) == 12
+        eventually(lambda: engine.stats().blocks_used == 0)
 
 
 def test_a_client_that_goes_leaves_no_kv_behind() -> None:
