@@ -121,18 +121,24 @@ class Admission:
         self.keep(member, nbytes)
         self._leave_kept(member)
 
-    def leave(self) -> None:
-        """A waiting trajectory waits no longer, and has not started."""
-        self.waiting -= 1
-
     def keep_soon(self, member: Member) -> bool:
         """A running trajectory is to be kept, beside the results. False: there is no room for another one."""
         largest = member.group.largest
-        if self.kept == self._at_once or self.kept_bytes + largest > self._result_bytes // KEPT_PART:
+        return self.kept < self._at_once and self._keep(member, largest)
+
+    def keep_waiting(self, member: Member, nbytes: int) -> bool:
+        """A waiting trajectory is to be kept instead, which takes `nbytes`. False: there is no room for another one."""
+        if not member.parked and not self._keep(member, nbytes):
+            return False
+        self.waiting -= 1
+        return True
+
+    def _keep(self, member: Member, nbytes: int) -> bool:
+        if self.kept_bytes + nbytes > self._result_bytes // KEPT_PART:
             return False
         self.kept += 1
-        self.kept_bytes += largest
-        member.parked = largest
+        self.kept_bytes += nbytes
+        member.parked = nbytes
         return True
 
     def park(self, member: Member, nbytes: int) -> None:

@@ -118,6 +118,7 @@ class Rollout:
         self._on_rest = on_rest
         self._parked = asyncio.get_running_loop().create_future()
         self._deadline.stop()
+        self._environment.part()
         if self._generating is None:
             self._rest()
         else:
@@ -128,6 +129,7 @@ class Rollout:
         parked, self._parked = self._parked, None
         if parked is not None:
             self._deadline.start()
+            self._environment.rejoin()
             parked.set_result(None)
 
     def so_far(self, reason: TrajectoryReason) -> Record:

@@ -212,13 +212,10 @@ class Runs:
             self._finish(member, record)
 
     def _retry(self, member: Member, record: Record) -> None:
-        """Start from nothing, with the noise of another sample."""
         log.info("trajectory %r failed and starts again: %s", member.id, record.error and record.error.message)
         member.session.outbox.drop(member.turn_key)
         self.admission.ended(member, 0)
-        member.retries += 1
-        member.sample_index = member.group.spare_index()
-        member.rollout = member.partial = None
+        member.next_attempt()
         self._queue(member)
         self.admit()
 
@@ -287,8 +284,9 @@ class Runs:
         """Where there is room: else it is returned."""
         rollout = member.rollout
         if member in self._waiting:
+            if not self.admission.keep_waiting(member, record_bytes(self._so_far(member), member.group.echoed)):
+                return False
             self._leave_queue(member)
-            self.admission.leave()
             self._kept_now(member)
             return True
         if rollout is None or not self.admission.keep_soon(member):

@@ -20,6 +20,8 @@ from rollout.trajectory import End, TrajectorySpec
 
 FINAL = ("engine_dead", "stale_version")
 """Failures that a further attempt would only repeat."""
+INDEX_STRIDE = 2**20
+"""A further attempt of a sample has the index of the one before and so much."""
 
 
 @dataclass(slots=True, eq=False)
@@ -132,7 +134,6 @@ class SubmittedGroup:
     size: int = 0
     kept: int = 0
     complete: bool = False
-    next_index: int = 0
     waiting: dict[Member, None] = field(default_factory=dict)
     deadline: asyncio.TimerHandle | None = None
 
@@ -168,16 +169,6 @@ class SubmittedGroup:
         # What an earlier batch had enough of is left over, and no reason to end this one.
         self.batch.complete += self.spec.counted < self.needed
         return True
-
-    def spare_index(self) -> int:
-        """A sample index that none of its samples has had."""
-        used = {member.asked_index for member in self.batch.session.trajectories.values() if member.group is self}
-        used.update(self.spec.sample_indices or range(len(self.spec.trajectory_ids)))
-        self.next_index = max(self.next_index, len(used))
-        while self.next_index in used:
-            self.next_index += 1
-        self.next_index += 1
-        return self.next_index - 1
 
     def done(self) -> Event:
         batch = self.batch
@@ -261,6 +252,12 @@ class Member:
             stale = StaleVersion(f"version {needed} was waited for, {version} serves", scope="trajectory")
             return End("error", failure=stale.failure())
         return End(reason, Truncation(limit="trajectory_deadline_s", value=seconds))
+
+    def next_attempt(self) -> None:
+        """Start from nothing, with noise that no sample of its group has, whichever of them are in this batch."""
+        self.retries += 1
+        self.sample_index = (self.asked_index + self.retries * INDEX_STRIDE) % 2**32
+        self.rollout = self.partial = None
 
     def may_retry(self, record: Record) -> bool:
         """Its attempt ended so: is another one allowed, wanted and in time?"""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from protocols.fields import Budget, Failure, Record, Truncation
-from rollout.environments.base import Context, Environment, EnvironmentFactory, Rewards, TurnResult
+from rollout.deadline import Deadline
+from rollout.environments.base import Context, Environment, EnvironmentFactory, Rewards, TurnResult, is_default
 from rollout.environments.calls import Call, Raised
 from rollout.environments.checks import (
     BadAnswer,
@@ -70,6 +70,8 @@ class Guard:
         self._ready = False
         self._left: Call | None = None
         self._lost = False
+        self._answer_by: Deadline | None = None
+        self._apart = False
 
     @property
     def ends_when_cut(self) -> bool:
@@ -97,7 +99,7 @@ class Guard:
         if isinstance(made, End):
             return made
         answer: Answer | End = Answer()
-        if not _is_default(made, "reset"):
+        if not is_default(made, "reset"):
             answer = await self._call(
                 "reset",
                 lambda: made.reset,
@@ -154,16 +156,44 @@ class Guard:
     async def step(self, turn: TurnResult, stops: Stops) -> Answer | End:
         environment = self._made()
         within = self._budget.tool_deadline_s or (None if environment.patient else self._patience.step_s)
-        return await self._call(
-            "step", lambda: environment.step, (turn,), lambda value: check_step(value, self._vocab_size), within, stops
-        )
+        late: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if environment.patient:
+            # It waits for the trainer, who cannot answer while the trajectory is kept.
+            self._answer_by = Deadline(within, lambda: late.set_result(None))
+            if self._apart:
+                self._answer_by.stop()
+        try:
+            return await self._call(
+                "step",
+                lambda: environment.step,
+                (turn,),
+                lambda value: check_step(value, self._vocab_size),
+                within,
+                stops,
+                late,
+            )
+        finally:
+            if self._answer_by is not None:
+                self._answer_by.stop()
+                self._answer_by = None
+
+    def part(self) -> None:
+        """The trainer gets no questions until `rejoin`: that time counts in none of its deadlines."""
+        self._apart = True
+        if self._answer_by is not None:
+            self._answer_by.stop()
+
+    def rejoin(self) -> None:
+        self._apart = False
+        if self._answer_by is not None:
+            self._answer_by.start()
 
     @property
     def scores(self) -> bool:
         """Will `finish` be asked? Not before `reset` has returned, nor while a call that was left behind still runs,
         nor where giving one up has cost the environment its process."""
         idle = self._left is None or not self._left.running
-        return self._ready and idle and not self._lost and not _is_default(self._made(), "finish")
+        return self._ready and idle and not self._lost and not is_default(self._made(), "finish")
 
     async def finish(self, record: Record, stops: Stops) -> Rewards | End:
         within, environment = self._patience.finish_s, self._made()
@@ -172,12 +202,12 @@ class Guard:
     @property
     def closes(self) -> bool:
         """Is there anything to close?"""
-        return self._environment is not None and not _is_default(self._environment, "close")
+        return self._environment is not None and not is_default(self._environment, "close")
 
     async def close(self) -> None:
         """Always called, also while a call that was left behind still runs: it may be what ends that call."""
-        environment = self._environment
-        if environment is not None and not _is_default(environment, "close"):
+        if self.closes:
+            environment = self._made()
             await self._call("close", lambda: environment.close, (), check_nothing, self._patience.close_s, ())
 
     def _made(self) -> Environment:
@@ -192,16 +222,19 @@ class Guard:
         check: Callable[[Any], T],
         within: float | None,
         stops: Stops,
+        late: asyncio.Future[None] | None = None,
     ) -> T | End:
+        """late: ends when `within` is over, where that is watched elsewhere."""
         try:
             call = Call(find(), *args)
         except BaseException as error:
             return self._raised(stage, error)
-        waits: set[asyncio.Future[Any]] = {call.task, *stops}
+        waits: set[asyncio.Future[Any]] = {call.task, *stops, *(() if late is None else (late,))}
         try:
             await asyncio.sleep(0)  # most answer at once, and need no timer
             if not call.task.done():
-                await asyncio.wait(waits, timeout=within, return_when=asyncio.FIRST_COMPLETED)
+                timeout = within if self._answer_by is None else None
+                await asyncio.wait(waits, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             call.task.cancel()
             raise
@@ -241,11 +274,6 @@ class Guard:
         if stage == "step" and limit is not None:
             return End("tool_deadline", Truncation(limit="tool_deadline_s", value=limit))
         return _failed(stage, f"{stage} did not return within {within:g} s", code="timeout")
-
-
-def _is_default(environment: Environment, method: Literal["reset", "finish", "close"]) -> bool:
-    """A default of the base class says nothing: it need not be called."""
-    return inspect.getattr_static(environment, method) is getattr(Environment, method)
 
 
 def _failed(stage: Stage, message: str, code: str = "internal") -> End:

@@ -24,6 +24,7 @@ from protocols.requests import SubmitBatch
 from rollout.client import RolloutClient, Trajectory, TurnDone
 from rollout.environments.base import Environment, Step, TurnResult
 from rollout.service import Service, Timeouts
+from rollout.submitted import INDEX_STRIDE
 from tests.rollout.raw_client import RawClient
 from tests.rollout.raw_client import group as raw_group
 from tests.rollout.test_batches import submit, untouched
@@ -384,6 +385,39 @@ def test_what_ends_while_it_is_to_be_kept_is_not_lost() -> None:
         eventually(lambda: untouched(thread))
 
 
+def test_what_had_not_begun_takes_its_share_of_the_memory_too() -> None:
+    with pair(Named(1.0), at_once=3, limits=Limits(result_bytes=8 * 2**20)) as (thread, client):
+        rounds = []
+        for i in range(3):
+            names = ["a", "b", *(f"slow{k}" for k in range(200))]
+            batch = client.submit(group(client, *(f"{n}.{i}" for n in names), name=f"g{i}"), min_complete=2)
+            returned = [t for t in batch if t.finish_reason == "abort_surplus"]
+            rounds.append((sum(len(g.trajectory_ids) for g in batch.kept), len(returned)))
+        assert all(kept + came == 200 for kept, came in rounds)
+        assert rounds[0][0] == 200
+        assert rounds[2][0] < 100
+        wire = client.status().wire
+        assert wire["kept"] == sum(kept for kept, _ in rounds)
+        assert wire["kept_bytes"] <= 2 * 2**20
+
+
+def test_the_time_that_the_trainer_has_stands_still_while_he_gets_no_questions() -> None:
+    with pair(Named(1.0)) as (thread, client):
+        ask = {"environment": "remote", "on_length": "continue", "tool_deadline_s": 0.4}
+        batch = client.submit([group(client, "r", name="h", tokens=4, **ask), group(client, "a")], groups_needed=1)
+        assert [type(event) for event in batch.events()].count(TurnDone) == 1
+        time.sleep(0.6)
+        (ended,) = (
+            event
+            for event in client.submit(resume=batch.kept).events()
+            if not isinstance(event, TurnDone) or client.continue_(event, done=True, reward=1.0)
+        )
+        assert (ended.finish_reason, ended.reward) == ("env_done", 1.0)
+        unanswered = list(client.submit(group(client, "q", tokens=4, **ask)).events())
+        assert [getattr(event, "finish_reason", None) for event in unanswered] == [None, "tool_deadline"]
+        eventually(lambda: untouched(thread))
+
+
 class Crossing(Named):
     """Whatever is to be aborted has reached its end a moment before."""
 
@@ -548,10 +582,10 @@ class Flaky(Environment):
     """Fails for sample indices below 3."""
 
     async def reset(self, context: Any) -> None:
-        self.index = context.sample_index
+        self.index, self.least = context.sample_index, context.config.get("least", 3)
 
     async def step(self, turn: TurnResult) -> Step:  # noqa: ARG002
-        if self.index < 3:
+        if self.index < self.least:
             raise RuntimeError(f"no luck with {self.index}")
         return Step(done=True)
 
@@ -562,18 +596,30 @@ def test_a_failed_sample_starts_again_with_a_new_index_and_has_one_record() -> N
         results = client.submit(group(client, "a", "b", "c", **ask), max_retries=2).results()
         assert [t.trajectory_id for t in results] == ["a", "b", "c"]
         assert all(t.ok and t.record.retries == 1 for t in results)
-        assert sorted(t.sample_index for t in results) == [3, 4, 5]
+        assert [t.sample_index for t in results] == [INDEX_STRIDE, INDEX_STRIDE + 1, INDEX_STRIDE + 2]
         assert all(len(t.turns) == 1 and whole(t) for t in results)
-        (failed,) = client.submit(group(client, "d", **ask), max_retries=1).results()
-        assert (failed.status, failed.record.retries, failed.sample_index) == ("failed", 1, 1)
+        never = ask | {"config": {"least": 2**40}}
+        (failed,) = client.submit(group(client, "d", **never), max_retries=1).results()
+        assert (failed.status, failed.record.retries, failed.sample_index) == ("failed", 1, INDEX_STRIDE)
         (failed,) = client.submit(group(client, "e", **ask)).results()
         assert (failed.status, failed.record.retries, failed.sample_index) == ("failed", 0, 0)
         eventually(lambda: untouched(thread))
 
 
+def test_a_further_attempt_is_no_copy_of_a_sample_that_came_in_another_batch() -> None:
+    with pair(TimedEngine(), what=served(env=(f"flaky={HERE}:Flaky",))) as (_, client):
+        ask = {"environment": "flaky", "on_length": "continue", "config": {"least": 0}}
+        first = client.submit(group(client, "a", "b", "c", "d", **ask)).results()
+        again = group(client, "e", **ask | {"config": {"least": 4}})
+        (t,) = client.submit(again.model_copy(update={"sample_indices": (3,)}), max_retries=1).results()
+        assert (t.ok, t.record.retries) == (True, 1)
+        assert t.sample_index not in {sample.sample_index for sample in first}
+
+
 def test_an_id_is_taken_while_it_is_tried_again_and_a_repeat_is_known() -> None:
     with pair(TimedEngine(0.01), what=served(env=(f"flaky={HERE}:Flaky",))) as (_, client):
-        batch = client.submit(group(client, "a", environment="flaky", on_length="continue"), max_retries=5)
+        ask = {"environment": "flaky", "on_length": "continue", "config": {"least": 3 * INDEX_STRIDE}}
+        batch = client.submit(group(client, "a", **ask), max_retries=5)
         with pytest.raises(Duplicate):
             client.submit(group(client, "a"))
         (t,) = batch
