@@ -9,8 +9,8 @@ import numpy as np
 from protocols.errors import BadRequest
 from protocols.fields import Environment, Group, ModelInfo, Record
 from protocols.requests import SubmitBatch
-from rollout.environments import base
 from rollout.environments.checks import outside_of
+from rollout.environments.isolated import can_snapshot
 
 
 def check_partials(submit: SubmitBatch, *, model: ModelInfo, resolve: Callable[[Environment], object]) -> None:
@@ -60,14 +60,8 @@ def _check(
     stateless = group.environment.name in ("scripted", "remote") or getattr(made, "stateless", False)
     if not begun or stateless:
         return
-    if record.partial.snapshot is None or not _goes_on(made):
+    if record.partial.snapshot is None or not (isinstance(made, type) and can_snapshot(made)):
         raise BadRequest(
             f"the state of environment {group.environment.name!r} is not in it: it takes `snapshot` and `restore`",
             field="partial.snapshot",
         )
-
-
-def _goes_on(made: object) -> bool:
-    """Has the class both?"""
-    methods = [(getattr(made, name, None), getattr(base.Environment, name)) for name in ("snapshot", "restore")]
-    return all(method not in (None, default) for method, default in methods)

@@ -10,6 +10,7 @@ it may block. docs/environments.md says what happens to an environment that rais
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -188,6 +189,11 @@ class Environment(ABC):
 
     def close(self) -> Awaitable[None] | None:  # noqa: B027 (nothing to release is the usual case)
         """Called last, always, once the environment was made."""
+
+
+def is_default(made: Environment | type[Environment], method: str) -> bool:
+    """A default of the base class says nothing: it need not be called."""
+    return inspect.getattr_static(made, method) is getattr(Environment, method)
 
 
 EnvironmentFactory = Callable[[], Environment | Awaitable[Environment]]

@@ -24,6 +24,7 @@ from rollout.environments.base import (
     Step,
     TextCodec,
     TurnResult,
+    is_default,
 )
 from rollout.environments.checks import (
     check_environment,
@@ -156,13 +157,10 @@ class Codec:
         return cast(TextCodec, self.shared.get())
 
 
-def can_snapshot(environment: Environment) -> bool:
-    if isinstance(environment, StandIn):
-        return environment.can_snapshot
-    return all(
-        inspect.getattr_static(environment, method) is not getattr(Environment, method)
-        for method in ("snapshot", "restore")
-    )
+def can_snapshot(made: Environment | type[Environment]) -> bool:
+    if isinstance(made, StandIn):
+        return made.can_snapshot
+    return not any(is_default(made, method) for method in ("snapshot", "restore"))
 
 
 async def _cannot_ask(_: TurnResult) -> Continue:
