@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from protocols.fields import Budget, Failure, Record, Truncation
+from rollout.deadline import Deadline
 from rollout.environments.base import Context, Environment, EnvironmentFactory, Rewards, TurnResult, is_default
 from rollout.environments.calls import Call, Raised
 from rollout.environments.checks import (
@@ -69,6 +70,8 @@ class Guard:
         self._ready = False
         self._left: Call | None = None
         self._lost = False
+        self._answer_by: Deadline | None = None
+        self._apart = False
 
     @property
     def ends_when_cut(self) -> bool:
@@ -153,9 +156,37 @@ class Guard:
     async def step(self, turn: TurnResult, stops: Stops) -> Answer | End:
         environment = self._made()
         within = self._budget.tool_deadline_s or (None if environment.patient else self._patience.step_s)
-        return await self._call(
-            "step", lambda: environment.step, (turn,), lambda value: check_step(value, self._vocab_size), within, stops
-        )
+        late: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if environment.patient:
+            # It waits for the trainer, who cannot answer while the trajectory is kept.
+            self._answer_by = Deadline(within, lambda: late.set_result(None))
+            if self._apart:
+                self._answer_by.stop()
+        try:
+            return await self._call(
+                "step",
+                lambda: environment.step,
+                (turn,),
+                lambda value: check_step(value, self._vocab_size),
+                within,
+                stops,
+                late,
+            )
+        finally:
+            if self._answer_by is not None:
+                self._answer_by.stop()
+                self._answer_by = None
+
+    def part(self) -> None:
+        """The trainer gets no questions until `rejoin`: that time counts in none of its deadlines."""
+        self._apart = True
+        if self._answer_by is not None:
+            self._answer_by.stop()
+
+    def rejoin(self) -> None:
+        self._apart = False
+        if self._answer_by is not None:
+            self._answer_by.start()
 
     @property
     def scores(self) -> bool:
@@ -191,16 +222,19 @@ class Guard:
         check: Callable[[Any], T],
         within: float | None,
         stops: Stops,
+        late: asyncio.Future[None] | None = None,
     ) -> T | End:
+        """late: ends when `within` is over, where that is watched elsewhere."""
         try:
             call = Call(find(), *args)
         except BaseException as error:
             return self._raised(stage, error)
-        waits: set[asyncio.Future[Any]] = {call.task, *stops}
+        waits: set[asyncio.Future[Any]] = {call.task, *stops, *(() if late is None else (late,))}
         try:
             await asyncio.sleep(0)  # most answer at once, and need no timer
             if not call.task.done():
-                await asyncio.wait(waits, timeout=within, return_when=asyncio.FIRST_COMPLETED)
+                timeout = within if self._answer_by is None else None
+                await asyncio.wait(waits, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             call.task.cancel()
             raise
