@@ -14,7 +14,7 @@ from protocols.errors import BadRequest, Duplicate, UnknownTrajectory
 from protocols.fields import Group, Record
 from protocols.replies import Accepted
 from protocols.requests import Cancel, Continue, SubmitBatch
-from rollout.admission import echoed_bytes, largest_record
+from rollout.record_size import echoed_bytes, largest_record
 from rollout.rollout import SNAPSHOT_BYTES
 from rollout.runs import Runs
 from rollout.sessions import Session

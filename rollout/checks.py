@@ -11,10 +11,10 @@ from engine.check import can_divide, in_float32
 from protocols.errors import BadRequest, PromptTooLong
 from protocols.fields import Environment, Group, Limits, ModelInfo, Sampling
 from protocols.requests import Score, SubmitBatch
-from rollout.admission import largest_record
 from rollout.chat.accept import declared
 from rollout.environments.checks import outside_of
 from rollout.partials import check_partials
+from rollout.record_size import largest_record
 
 CAPABILITIES = ("scripted", "remote", "plugins", "chat", "early_cut", "resume", "score", "drain", "abort")
 """What `welcome` lists. Refused by name until listed: sleep, keep_kv, recompute_kv."""

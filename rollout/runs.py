@@ -12,9 +12,10 @@ from collections.abc import Callable
 from protocols.errors import Internal
 from protocols.fields import Record, TrajectoryReason
 from protocols.replies import TurnDone
-from rollout.admission import Admission, record_bytes
+from rollout.admission import Admission
 from rollout.observer import Observer
 from rollout.pace import Lanes, Pace
+from rollout.record_size import record_bytes
 from rollout.rollout import Rollout
 from rollout.submitted import Batch, Member, SubmittedGroup
 from rollout.trajectory import End, TrajectorySpec
