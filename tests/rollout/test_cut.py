@@ -386,7 +386,7 @@ def test_what_ends_while_it_is_to_be_kept_is_not_lost() -> None:
 
 
 def test_what_had_not_begun_takes_its_share_of_the_memory_too() -> None:
-    with pair(Named(1.0), at_once=3, limits=Limits(result_bytes=8 * 2**20)) as (thread, client):
+    with pair(Named(1.0), at_once=3, limits=Limits(result_bytes=8 * 2**20)) as (_, client):
         rounds = []
         for i in range(3):
             names = ["a", "b", *(f"slow{k}" for k in range(200))]
@@ -608,7 +608,7 @@ def test_a_failed_sample_starts_again_with_a_new_index_and_has_one_record() -> N
 
 def test_a_further_attempt_is_no_copy_of_a_sample_that_came_in_another_batch() -> None:
     with pair(TimedEngine(), what=served(env=(f"flaky={HERE}:Flaky",))) as (_, client):
-        ask = {"environment": "flaky", "on_length": "continue", "config": {"least": 0}}
+        ask: Any = {"environment": "flaky", "on_length": "continue", "config": {"least": 0}}
         first = client.submit(group(client, "a", "b", "c", "d", **ask)).results()
         again = group(client, "e", **ask | {"config": {"least": 4}})
         (t,) = client.submit(again.model_copy(update={"sample_indices": (3,)}), max_retries=1).results()
@@ -618,7 +618,7 @@ def test_a_further_attempt_is_no_copy_of_a_sample_that_came_in_another_batch() -
 
 def test_an_id_is_taken_while_it_is_tried_again_and_a_repeat_is_known() -> None:
     with pair(TimedEngine(0.01), what=served(env=(f"flaky={HERE}:Flaky",))) as (_, client):
-        ask = {"environment": "flaky", "on_length": "continue", "config": {"least": 3 * INDEX_STRIDE}}
+        ask: Any = {"environment": "flaky", "on_length": "continue", "config": {"least": 3 * INDEX_STRIDE}}
         batch = client.submit(group(client, "a", **ask), max_retries=5)
         with pytest.raises(Duplicate):
             client.submit(group(client, "a"))
