@@ -27,7 +27,6 @@ class Batches:
     """results_dropped: records that nobody came back for."""
 
     def __init__(self, runs: Runs, *, max_context: int) -> None:
-        self.admission = runs.admission
         self._runs = runs
         self._max_context = max_context
         self._orders = itertools.count()
@@ -38,8 +37,8 @@ class Batches:
 
         `Runs.admit` starts what may start.
         """
-        batch = session.batches.get(submit.batch_id) or self._batch(session, submit)
         target = Target.of(submit)
+        batch = session.batches.get(submit.batch_id) or self._batch(session, submit, target)
         if batch.target != target:
             raise Duplicate("a batch of this id is open that was to end otherwise", field=batch.target.differs(target))
         partials = {record.trajectory_id: record for record in submit.partials}
@@ -51,7 +50,7 @@ class Batches:
         groups = {*batch.groups, *(spec.id for spec in submit.groups), *(group.spec.id for group, _ in resumed)}
         if target.groups_needed is not None and target.groups_needed > len(groups):
             raise BadRequest(f"is more than the {len(groups)} groups there are", field="groups_needed")
-        self.admission.check(len(new) + len(resumed))
+        self._runs.admission.check(len(new) + len(resumed))
         batch.submit_id = submit.id
         for member in known:
             session.repeat(member.key)
@@ -65,9 +64,9 @@ class Batches:
         count = len(known) + len(new) + len(resumed)
         return Accepted(id=submit.id, batch_id=batch.id, trajectories=count, known=len(known))
 
-    def _batch(self, session: Session, submit: SubmitBatch) -> Batch:
+    def _batch(self, session: Session, submit: SubmitBatch, target: Target) -> Batch:
         step = self._runs.version() if submit.step is None else submit.step
-        return Batch(session, submit.batch_id, submit.id, time.monotonic(), step, Target.of(submit))
+        return Batch(session, submit.batch_id, submit.id, time.monotonic(), step, target)
 
     def _group_members(
         self,

@@ -87,16 +87,15 @@ class Rollout:
         Cancelled, the task ends without one, except where it waits for a call that was given up or for `close`:
         then only that wait ends.
         """
-        watch = self._watch
-        watch.queued()
+        self._watch.queued()
         try:
-            record = await self._conclude(await self._episode(watch), watch)
-            await self._while_parked(watch)
+            record = await self._conclude(await self._episode())
+            await self._while_parked()
             return record
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             # Out of a task the last two would end the loop, and with it everyone's trajectories.
             log.exception("%s: the worker failed", self._spec.trajectory_id)
-            return self._broken(error, watch)
+            return self._broken(error)
         finally:
             self._over = True
             self._deadline.stop()
@@ -151,22 +150,22 @@ class Rollout:
         """The `TurnDone` that waits for an answer, to be sent again after a reconnect."""
         return self._mailbox.pending
 
-    async def _episode(self, watch: Stopwatch) -> End:
+    async def _episode(self) -> End:
         try:
-            return await self._turns(watch)
+            return await self._turns()
         finally:
             self._engine.release_kv(self._trajectory.key)
 
-    async def _turns(self, watch: Stopwatch) -> End:
+    async def _turns(self) -> End:
         trajectory, environment = self._trajectory, self._environment
         if (end := self._stopped()) is not None:
             return end
         end = await self._open()
         if end is None and trajectory.unanswered:
             end = trajectory.ended(ends_when_cut=environment.ends_when_cut)
-        watch.tool()
+        self._watch.tool()
         while end is None:
-            await self._while_parked(watch)
+            await self._while_parked()
             if (end := self._stopped()) is not None:
                 break
             if not trajectory.unanswered:
@@ -174,7 +173,7 @@ class Rollout:
                     break
                 request = trajectory.request()
                 completion = await self._generate(request)
-                times = watch.turn(completion.times)
+                times = self._watch.turn(completion.times)
                 end = trajectory.take(request, completion, times, ends_when_cut=environment.ends_when_cut)
                 if end is not None and STATUS_OF[end.reason] == "failed":
                     break
@@ -186,7 +185,7 @@ class Rollout:
                 if (end := self._stopped() or end) is not None:
                     break
             answer = await environment.step(trajectory.last_turn(), (self._cancelled, self._overdue))
-            trajectory.waited(watch.tool())
+            trajectory.waited(self._watch.tool())
             end = answer if isinstance(answer, End) else trajectory.answer(answer, fixed_turns=environment.fixed_turns)
             end = end or await self._keep_state()
         return end
@@ -194,8 +193,7 @@ class Rollout:
     async def _open(self) -> End | None:
         trajectory, environment, stops = self._trajectory, self._environment, (self._cancelled, self._overdue)
         if trajectory.begun:
-            before = None if self._spec.partial is None else self._spec.partial.partial
-            self._snapshot = None if before is None else before.snapshot
+            self._snapshot = self._spec.snapshot
             return await environment.reopen(self._context, self._snapshot, stops)
         answer = await environment.open(self._context, stops)
         if isinstance(answer, End):
@@ -225,11 +223,11 @@ class Rollout:
             self._engine.release_kv(self._trajectory.key)
             on_rest()
 
-    async def _while_parked(self, watch: Stopwatch) -> None:
+    async def _while_parked(self) -> None:
         # Where `on_rest` is still to be called, the turn that was to be broken off has ended the trajectory instead.
         while self._parked is not None and self._on_rest is None and not self._cancelled.done():
             await asyncio.wait((self._parked, self._cancelled), return_when=asyncio.FIRST_COMPLETED)
-            watch.paused()
+            self._watch.paused()
 
     async def _close(self) -> None:
         """A slow one goes on closing on its own: nobody waits for its record until then."""
@@ -253,26 +251,26 @@ class Rollout:
             if timer is not None:
                 timer.cancel()
 
-    async def _conclude(self, end: End, watch: Stopwatch) -> Record:
+    async def _conclude(self, end: End) -> Record:
         """Score what counts, and make the record."""
         rewards = Rewards()
         if STATUS_OF[end.reason] in ("completed", "truncated") and self._environment.scores:
-            draft = self._trajectory.to_record(end, watch.total, watch.wall_s, rewards)
+            draft = self._trajectory.to_record(end, self._watch.total, self._watch.wall_s, rewards)
             # The group's metadata is in the records of all its samples.
             draft = draft.model_copy(update={"metadata": copy.deepcopy(draft.metadata)})
             scored = await self._environment.finish(draft, (self._cancelled,))
-            watch.tool()
+            self._watch.tool()
             if isinstance(scored, End):
                 end = scored
             else:
                 rewards = scored
-        return self._trajectory.to_record(end, watch.total, watch.wall_s, rewards, self._partial())
+        return self._trajectory.to_record(end, self._watch.total, self._watch.wall_s, rewards, self._partial())
 
-    def _broken(self, error: BaseException, watch: Stopwatch) -> Record:
+    def _broken(self, error: BaseException) -> Record:
         """A fault of our own. What the trajectory holds cannot be trusted, so only its prompt goes back."""
         failure = Internal(f"{type(error).__name__}: {error}", scope="trajectory").failure("generate")
         untouched = Trajectory(self._spec, self._model)
-        return untouched.to_record(End("error", failure=failure), watch.total, watch.wall_s, Rewards())
+        return untouched.to_record(End("error", failure=failure), self._watch.total, self._watch.wall_s, Rewards())
 
     def _seconds_left(self) -> float | None:
         """Of `trajectory_deadline_s`, now."""

@@ -189,18 +189,21 @@ class Runs:
             self.admission.start(member, 0)
         else:
             self.admission.unpark(member)
-        self._finish(member, self._untouched(member.spec(next(self._starts)), member.end(reason, self.version())))
+        self._finish(member, self._record(member, member.end(reason, self.version())))
+
+    def _record(self, member: Member, end: End) -> Record:
+        """Of one that did not get as far as to make its own."""
+        return self._untouched(member.spec(next(self._starts)), end)
 
     def _ended(self, task: asyncio.Task[Record]) -> None:
         member = self._tasks.pop(task)
         # A rollout makes a record of everything; if it cannot, its group must still end.
         if task.cancelled():
-            end = End(member.ending or "abort_shutdown")
-            record = self._untouched(member.spec(next(self._starts)), end)
+            record = self._record(member, End(member.ending or "abort_shutdown"))
         elif (error := task.exception()) is not None:
             log.error("trajectory %r broke", member.id, exc_info=error)
             broken = Internal(f"{type(error).__name__}: {error}", scope="trajectory")
-            record = self._untouched(member.spec(next(self._starts)), End("error", failure=broken.failure()))
+            record = self._record(member, End("error", failure=broken.failure()))
         else:
             record = task.result()
         closing = None if member.rollout is None else member.rollout.closing
@@ -325,4 +328,4 @@ class Runs:
     def _so_far(self, member: Member) -> Record:
         if member.rollout is not None:
             return member.rollout.so_far("abort_surplus")
-        return self._untouched(member.spec(next(self._starts)), End("abort_surplus"))
+        return self._record(member, End("abort_surplus"))

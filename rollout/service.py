@@ -175,9 +175,7 @@ class Service:
     def _untouched(self, spec: TrajectorySpec, end: End) -> Record:
         waited = 0.0 if spec.accepted is None else time.monotonic() - spec.accepted
         trajectory = Trajectory(spec, self.model)
-        before = None if spec.partial is None else spec.partial.partial
-        partial = trajectory.partial(None if before is None else before.snapshot)
-        return trajectory.to_record(end, Times(queue=waited), waited, Rewards(), partial)
+        return trajectory.to_record(end, Times(queue=waited), waited, Rewards(), trajectory.partial(spec.snapshot))
 
     # Messages in and out.
 

@@ -59,6 +59,11 @@ class TrajectorySpec:
     partial: Record | None = None
     resumable: bool = False
 
+    @property
+    def snapshot(self) -> dict[str, Any] | None:
+        """The state of the environment that it goes on from, if there is one."""
+        return None if self.partial is None or self.partial.partial is None else self.partial.partial.snapshot
+
 
 @dataclass(frozen=True, slots=True)
 class End:

@@ -105,7 +105,7 @@ def descendants() -> list[psutil.Process]:
 def healthy(served: WorkerThread) -> None:
     runs = served.service.runs
     eventually(lambda: not served.engine.live and runs.results == 0 and runs.idle.is_set())
-    assert served.service.batches.admission.reserved_bytes == 0
+    assert served.service.runs.admission.reserved_bytes == 0
     assert served.service.engine.died is None
 
 

@@ -44,7 +44,7 @@ def checked(engine: TimedEngine | None = None, **options: Any) -> Iterator[Worke
             yield served
             served.engine.seconds_per_token = 0.0
         assert not served.engine.live
-        assert served.service.batches.admission.reserved_bytes == 0
+        assert served.service.runs.admission.reserved_bytes == 0
     eventually(lambda: threading.active_count() <= threads)
 
 

@@ -101,4 +101,4 @@ def test_no_record_is_larger_than_what_was_reserved_for_it() -> None:
         # Scripted lengths are known well: most of what is reserved is used by the longest of them.
         assert sum(encoded for encoded, _, _ in measured) > 0.5 * sum(kept for _, kept, _ in measured)
         client.send("ack", trajectory_ids=[f"g{i}.{j}" for i in range(100) for j in range(2)])
-        eventually(lambda: thread.service.batches.admission.reserved_bytes == 0)
+        eventually(lambda: thread.service.runs.admission.reserved_bytes == 0)

@@ -217,7 +217,7 @@ def test_the_work_of_a_client_that_is_gone_is_cancelled_and_others_do_not_notice
         drop(client, served)
         eventually(lambda: len(served.engine.live) == 1, 5)
         assert {name.split("/")[1] for name in served.engine.aborted} == {"long.0", "long.1", "long.2"}
-        eventually(lambda: served.service.batches.admission.running == 1)
+        eventually(lambda: served.service.runs.admission.running == 1)
         status = other.call("status")
         assert status["wire"]["clients_gone"] == 1
         assert status["wire"]["trajectories_cut_off"] == 3

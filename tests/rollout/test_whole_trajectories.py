@@ -197,7 +197,7 @@ def test_a_client_that_goes_leaves_no_kv_behind() -> None:
         eventually(lambda: engine.stats().kv_holds == 4)
         client.call("cancel", batch_ids=["b"])
         eventually(lambda: engine.stats().blocks_used == 0)
-        assert thread.call(lambda service: len(service.batches.admission._kv._running)) == 0
+        assert thread.call(lambda service: len(service.runs.admission._kv._running)) == 0
 
 
 def test_a_commit_does_not_wait_for_trajectories_between_turns_and_takes_their_kv() -> None:
