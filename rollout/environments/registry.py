@@ -6,10 +6,11 @@ import importlib
 import pickle
 from collections.abc import Container, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
 from protocols import fields
 from protocols.errors import BadRequest
-from rollout.environments.base import EnvironmentFactory
+from rollout.environments.base import Environment, EnvironmentFactory
 from rollout.environments.isolated import Isolated
 from rollout.environments.pool import Pool
 from rollout.environments.remote import Remote
@@ -148,13 +149,20 @@ def _load(spec: str) -> tuple[str, EnvironmentFactory]:
     if not (name and equals and module and colon and attribute):
         raise ValueError(f"--env {spec}: must read name=module:Class")
     try:
-        found = importlib.import_module(module)
+        found: Any = importlib.import_module(module)
         for part in attribute.split("."):
             found = getattr(found, part)
     except Exception as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name in (module, module.split(".")[0])
         advice = "; it must be installed, in the working directory or on PYTHONPATH" if missing else ""
+        if module.endswith(".py"):
+            advice = f"; a module is named without .py: {name}={module.removesuffix('.py')}:{attribute}"
         raise ValueError(f"--env {spec}: {error}{advice}") from error
     if not callable(found):
         raise ValueError(f"--env {spec}: {attribute} is not callable")
+    # Whatever else is callable says only when it is called what it makes.
+    if isinstance(found, type) and not issubclass(found, Environment):
+        raise ValueError(f"--env {spec}: {attribute} is no subclass of rollout.environments.base.Environment")
+    if lacking := sorted(getattr(found, "__abstractmethods__", ())):
+        raise ValueError(f"--env {spec}: {attribute} does not define {', '.join(lacking)}")
     return name, found

@@ -54,6 +54,15 @@ def test_where_a_module_is_looked_for_is_said() -> None:
         Registry.load(["a=nowhere:Thing"])
     with pytest.raises(ValueError, match=r"^--env a=json:Thing: module 'json' has no attribute 'Thing'$"):
         Registry.load(["a=json:Thing"])
+    with pytest.raises(ValueError, match=r"a module is named without \.py: a=nowhere:Thing$"):
+        Registry.load(["a=nowhere.py:Thing"])
+
+
+def test_a_class_that_can_be_no_environment_is_refused_at_start() -> None:
+    with pytest.raises(ValueError, match=r"JSONDecoder is no subclass of rollout\.environments\.base\.Environment$"):
+        Registry.load(["a=json:JSONDecoder"])
+    with pytest.raises(ValueError, match=r"Environment does not define step$"):
+        Registry.load(["a=rollout.environments.base:Environment"])
 
 
 def test_an_entry_point_is_imported_when_it_is_asked_for() -> None:
