@@ -113,4 +113,7 @@ def _sentence(error: Any, blame: Mapping[str, str]) -> str:
     name = str(error["loc"][0])
     if error["type"] == "missing":
         return f"{flag(name)} is required"
+    if reason.startswith("Input should"):
+        should = reason.removeprefix("Input ").partition(", unable")[0].replace("a valid tuple", "a list")
+        reason = f"{should}, not {error['input']!r}"
     return f"{blame.get(name, flag(name))}: {reason}"

@@ -80,9 +80,9 @@ def test_the_environment_fills_in_what_the_command_line_leaves_out(monkeypatch: 
     ("arguments", "message"),
     [
         ([], "--weights is required"),
-        (["--weights", "w", "--max-running", "0"], "--max-running: Input should be greater than 0"),
-        (["--weights", "w", "--max-running", "many"], "--max-running: Input should be a valid integer"),
-        (["--weights", "w", "--drain-timeout", "nan"], "--drain-timeout: Input should be"),
+        (["--weights", "w", "--max-running", "0"], "--max-running: should be greater than 0"),
+        (["--weights", "w", "--max-running", "many"], "--max-running: should be a valid integer, not 'many'"),
+        (["--weights", "w", "--drain-timeout", "nan"], "--drain-timeout: should be"),
         (["--weights", "w", "--kv-memory", "much"], "--kv-memory: 'much' is no size"),
         (["--weights", "w", "--kv-memory", "1G", "--kv-tokens", "5"], "give one of them"),
         (["--weights", "w", "--dtype", "int8"], "argument --dtype: invalid choice"),
@@ -110,7 +110,7 @@ def test_a_wrong_environment_variable_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("ROLLOUT_WORKER_MAX_RUNNING", "many")
-    assert "ROLLOUT_WORKER_MAX_RUNNING: Input should be a valid integer" in refused(["--weights", "w"], capsys)
+    assert "ROLLOUT_WORKER_MAX_RUNNING: should be a valid integer" in refused(["--weights", "w"], capsys)
 
 
 @pytest.mark.parametrize(

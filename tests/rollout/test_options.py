@@ -99,12 +99,12 @@ def test_a_fallback_counts_only_where_nothing_else_is_said(monkeypatch: pytest.M
         ("max_runing: 3\n", "worker.yaml:1: max_runing is no option; did you mean max_running?"),
         ("# a comment\n\nweigths: w\n", "worker.yaml:3: weigths is no option; did you mean weights?"),
         ("config: other.yaml\n", "worker.yaml:1: config is no option"),
-        ("weights: w\nmax_running: many\n", "worker.yaml:2: max_running: Input should be a valid integer"),
+        ("weights: w\nmax_running: many\n", "worker.yaml:2: max_running: should be a valid integer, not 'many'"),
         ("weights: w\nkv_memory: much\n", "worker.yaml:2: kv_memory: 'much' is no size"),
         ("weights: w\nmax_running: yes\n", "worker.yaml:2: max_running: is true; put the word in quotes"),
         ("weights: w\nkv-tokens: 1\nkv_tokens: 2\n", "worker.yaml:3: kv_tokens is given before, in line 2"),
-        ("weights: w\nenv: {a: b}\n", "worker.yaml:2: env: Input should be a valid tuple"),
-        ("weights: w\ndevice:\n", "worker.yaml:2: device: Input should be"),
+        ("weights: w\nenv: {a: b}\n", "worker.yaml:2: env: should be a list, not {'a': 'b'}"),
+        ("weights: w\ndevice:\n", "worker.yaml:2: device: should be"),
         ("weights: [w\n", "worker.yaml:2: is no YAML: expected"),
         ("weights: w\n\tdevice: cpu\n", "worker.yaml:2: is no YAML: found character"),
         ("- weights\n", "must hold `option: value` lines"),
@@ -141,7 +141,7 @@ def test_all_that_is_wrong_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("ROLLOUT_WORKER_MAX_RUNNING", "many")
     with pytest.raises(OptionError) as caught:
         read_options({"drain_timeout": "nan"})
-    for part in ("--weights is required", "ROLLOUT_WORKER_MAX_RUNNING: Input", "--drain-timeout: Input"):
+    for part in ("--weights is required", "ROLLOUT_WORKER_MAX_RUNNING: should", "--drain-timeout: should"):
         assert part in str(caught.value)
 
 
