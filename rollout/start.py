@@ -119,7 +119,10 @@ async def _serve(config: WorkerConfig, channel: Channel, loaded: Loaded, metrics
 
     watching: list[asyncio.Task[None]] = []
     try:
-        return 0 if await service.run(ready) else 1
+        drained = await service.run(ready)
+        if drained:
+            log.info("drained: the worker ends")
+        return 0 if drained else 1
     finally:
         for task in watching:
             task.cancel()
