@@ -23,7 +23,7 @@ from engine.handle import (
     Resume,
     Submit,
 )
-from engine.reload import PrepareEnded, WeightUpdates
+from engine.reload import PrepareEnded, Reload
 from engine.request import Completion, Failure, Request, refusal
 from engine.step import WeightStore
 
@@ -55,7 +55,7 @@ class EngineLoop:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
-        self._updates = WeightUpdates(engine, weights, inbox.put, clock)
+        self._updates = Reload(engine, weights, inbox.put, clock)
         self._inbox = inbox
         self._deliver = deliver
         self._clock = clock

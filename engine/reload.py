@@ -43,8 +43,10 @@ class Update:
     deadline: float = 0.0
 
 
-class WeightUpdates:
+class Reload:
     """Handles the three weight commands; `take_reports` gives what there is to say.
+
+    A command that is repeated is none of its affairs: whoever sends them (rollout/weights.py) sends each once.
 
     post: called from the preparing thread, once, when it is done.
     """
@@ -61,7 +63,6 @@ class WeightUpdates:
         self._post = post
         self._clock = clock
         self._update: Update | None = None
-        self._served: tuple[PrepareWeights, Committed] | None = None
         self._reports: list[WeightsReport] = []
 
     @property
@@ -76,23 +77,12 @@ class WeightUpdates:
         return reports
 
     def prepare(self, command: PrepareWeights) -> None:
-        """Start to prepare. A repeated command is answered as the first one was."""
-        known = self._update.command if self._update is not None else None
-        served = self._served
-        if known is not None and known.update_id != command.update_id:
-            self._fail(command.update_id, WeightsBusy(f"update {known.update_id!r} is under way"))
-        elif known is None and (served is None or served[0].update_id != command.update_id):
-            self._update = Update(command)
-            threading.Thread(target=self._prepare, args=(command,), name="prepare-weights", daemon=True).start()
-        elif command != (known or (served and served[0])):
-            self._fail(
-                command.update_id, WeightsInvalid("this update id was used for other weights", field="update_id")
-            )
-        elif self._update is None:
-            assert served is not None
-            self._reports.append(Prepared(command.update_id, served[1].info))
-        elif self._update.info is not None:
-            self._reports.append(Prepared(command.update_id, self._update.info))
+        """Start to prepare."""
+        if self._update is not None:
+            self._fail(command.update_id, WeightsBusy(f"update {self._update.command.update_id!r} is under way"))
+            return
+        self._update = Update(command)
+        threading.Thread(target=self._prepare, args=(command,), name="prepare-weights", daemon=True).start()
 
     def prepare_ended(self, event: PrepareEnded) -> None:
         update = self._update
@@ -107,17 +97,15 @@ class WeightUpdates:
             self._reports.append(Prepared(event.command.update_id, event.outcome))
 
     def commit(self, command: CommitWeights) -> None:
-        """Begin to commit; `advance` ends it. A repeated command is answered as the first one was."""
+        """Begin to commit; `advance` ends it."""
         update = self._update
-        if self._served is not None and self._served[0].update_id == command.update_id:
-            self._reports.append(self._served[1])
-        elif update is None:
+        if update is None:
             self._fail(command.update_id, WeightsInvalid("no such update is prepared", field="update_id"))
         elif update.command.update_id != command.update_id:
             self._fail(command.update_id, WeightsBusy(f"update {update.command.update_id!r} is under way"))
         elif update.info is None:
             self._fail(command.update_id, WeightsBusy("this update is still being prepared"))
-        elif update.commit is None:
+        else:
             update.commit = command
             update.deadline = self._clock() + (command.drain_timeout if command.mode == "drain" else 0.0)
             self._engine.hold()
@@ -176,9 +164,7 @@ class WeightUpdates:
             self._store.discard()
             self._fail(update.command.update_id, error)
         else:
-            committed = Committed(update.command.update_id, update.info, paused)
-            self._served = (update.command, committed)
-            self._reports.append(committed)
+            self._reports.append(Committed(update.command.update_id, update.info, paused))
         self._update = None
         self._engine.release()
 

@@ -136,6 +136,8 @@ class WeightUpdates:
             self._discard(update)
 
     def _make_room(self, request: PrepareWeightsRequest, owner: str) -> None:
+        if self._served is not None and self._served.request.update_id == request.update_id:
+            raise WeightsInvalid(f"update {request.update_id!r} was committed with other content", field="update_id")
         update = self._update
         if update is None:
             return

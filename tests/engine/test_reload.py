@@ -19,7 +19,7 @@ from engine.handle import (
     WeightsFailed,
     WeightsReport,
 )
-from engine.reload import PrepareEnded, WeightUpdates
+from engine.reload import PrepareEnded, Reload
 from engine.request import Failure
 from tests.engine.host import Host, ask, assert_same, solo
 from tests.fake_runner import FakeWeights
@@ -28,13 +28,13 @@ MakeHost = Callable[..., Host]
 
 
 class Rig:
-    """`WeightUpdates` driven by hand: `prepared` waits for the preparing thread, `advance` makes a tick."""
+    """`Reload` driven by hand: `prepared` waits for the preparing thread, `advance` makes a tick."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
         self.store = FakeWeights(host.runner)
         self.posted: SimpleQueue[PrepareEnded] = SimpleQueue()
-        self.updates = WeightUpdates(host.engine, self.store, self.posted.put, host.clock)
+        self.updates = Reload(host.engine, self.store, self.posted.put, host.clock)
 
     def prepare(self, name: str = "u", path: str = "5", version: int = 2) -> list[WeightsReport]:
         self.updates.prepare(PrepareWeights(name, path, version))
@@ -165,49 +165,6 @@ def test_a_paused_engine_commits_and_stays_paused(rig: Rig) -> None:
     assert isinstance(rig.advance()[0], Committed)
     assert host.engine.stats().paused
     assert [c.finish_reason for c in host.step()] == ["abort_weight_update"]
-
-
-def test_a_repeated_commit_is_answered_alike(rig: Rig) -> None:
-    prepared = rig.prepare()
-    first = rig.commit()
-    epoch = rig.host.scheduler.epoch
-    assert rig.commit() == first
-    assert rig.host.scheduler.epoch == epoch
-    rig.updates.prepare(PrepareWeights("u", "5", 2))
-    assert rig.updates.take_reports() == prepared
-    assert rig.posted.empty()
-
-
-def test_a_commit_repeated_while_it_drains_is_answered_once(rig: Rig) -> None:
-    rig.host.add(ask("a", 20, 6))
-    rig.host.step()
-    rig.prepare()
-    assert rig.commit() == []
-    assert rig.commit() == []
-    assert len(rig.advance(10)) == 1
-
-
-def test_a_repeated_prepare_is_answered_alike(rig: Rig) -> None:
-    go = threading.Event()
-    rig.store.before_prepare = lambda: go.wait(10)
-    rig.updates.prepare(PrepareWeights("u", "5", 2))
-    rig.updates.prepare(PrepareWeights("u", "5", 2))
-    go.set()
-    rig.updates.prepare_ended(rig.posted.get(timeout=10))
-    reports = rig.updates.take_reports()
-    assert [type(report) for report in reports] == [Prepared]
-    rig.updates.prepare(PrepareWeights("u", "5", 2))
-    assert rig.updates.take_reports() == reports
-
-
-def test_an_update_id_is_not_used_for_other_weights(rig: Rig) -> None:
-    rig.prepare()
-    rig.updates.prepare(PrepareWeights("u", "6", 2))
-    assert failure_of(rig.updates.take_reports()).field == "update_id"
-    rig.commit()
-    rig.updates.prepare(PrepareWeights("u", "5", 3))
-    assert failure_of(rig.updates.take_reports()).code == "weights_invalid"
-    assert rig.host.runner.weights == 5
 
 
 def test_one_update_at_a_time(rig: Rig) -> None:

@@ -53,6 +53,9 @@ async def test_prepare_then_commit_then_a_retry_that_changes_nothing() -> None:
         assert commands(engine, CommitWeights) == 1
         with pytest.raises(WeightsInvalid, match="was committed as"):
             await weights.commit(commit(digest="wrong"))
+        with pytest.raises(WeightsInvalid, match="other content"):
+            await weights.prepare(prepare(path="other.d"), "s")
+        assert commands(engine, PrepareWeights) == 1
 
 
 @on_loop
