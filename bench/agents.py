@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.environment import PLUGIN
+from bench.environment import PLUGIN, forced
 from bench.make_model import make_model
 from bench.workloads import Job, Workload, jobs, workloads
 from engine.config import BLOCK_SIZE
-from rollout.client import Environment, Group, RolloutClient, Trajectory
+from rollout.client import Group, RolloutClient, Trajectory
 from rollout.local import local_worker
 
 
@@ -52,7 +52,6 @@ def replay(client: RolloutClient, workload: Workload, wait_s: float, seed: int =
 
 def group(client: RolloutClient, workload: Workload, job: Job, wait_s: float) -> Group:
     vocab_size = client.connect().model.vocab_size
-    config = {"turns": [[turn.appended, turn.sampled] for turn in job.turns], "seed": job.seed, "wait": wait_s}
     return client.group(
         job.appended(0, vocab_size),
         workload.samples,
@@ -61,7 +60,7 @@ def group(client: RolloutClient, workload: Workload, job: Job, wait_s: float) ->
         temperature=workload.temperature,
         seed=job.seed,
         ignore_eos=True,
-        environment=Environment(name=PLUGIN.partition("=")[0], config=config),
+        environment=forced(job, wait_s),
     )
 
 

@@ -6,10 +6,18 @@ import asyncio
 import random
 
 from bench.workloads import Job, Turn
+from protocols import fields
 from rollout.environments.base import Context, Environment, Step, TurnResult
 
-PLUGIN = "forced=bench.environment:ForcedTurns"
+NAME = "forced"
+PLUGIN = f"{NAME}=bench.environment:ForcedTurns"
 """For `--env` of a worker."""
+
+
+def forced(job: Job, wait: float) -> fields.Environment:
+    """What a submit names to have `job` played. wait: mean seconds before an answer."""
+    turns = [[turn.appended, turn.sampled] for turn in job.turns]
+    return fields.Environment(name=NAME, config={"turns": turns, "seed": job.seed, "wait": wait})
 
 
 class ForcedTurns(Environment):

@@ -18,7 +18,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from bench.engine import engine_config, kv_bytes
-from bench.environment import PLUGIN
+from bench.environment import PLUGIN, forced
 from bench.measure import (
     COPY_BANDWIDTH,
     Reads,
@@ -77,9 +77,7 @@ class WorkerDriver:
         if len(job.turns) > 1 and self._remote:
             environment = Environment(name="remote")
         elif len(job.turns) > 1:
-            turns = [[turn.appended, turn.sampled] for turn in job.turns]
-            config = {"turns": turns, "seed": job.seed, "wait": self._wait}
-            environment = Environment(name=PLUGIN.partition("=")[0], config=config)
+            environment = forced(job, self._wait)
         return self._client.group(
             job.appended(0, vocab_size),
             workload.samples,

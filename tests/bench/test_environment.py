@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.environment import PLUGIN, ForcedTurns
+from bench.environment import PLUGIN, ForcedTurns, forced
 from bench.workloads import Turn, Workload, jobs
 from protocols.fields import Times
 from protocols.fields import Turn as WireTurn
@@ -39,8 +39,7 @@ async def never(_: TurnResult) -> Any:
 def test_it_says_what_the_job_says_one_turn_at_a_time(wait: float) -> None:
     workload = Workload("w", ((Turn(4, 3), Turn(5, 6), Turn(7, 8)),), samples=2)
     job = jobs(workload, 3)[1]
-    config = {"turns": [[turn.appended, turn.sampled] for turn in job.turns], "seed": job.seed, "wait": wait}
-    context = Context("t", "g", 1, 0, np.zeros(4, np.int32), VOCAB, 64, never, config=config)
+    context = Context("t", "g", 1, 0, np.zeros(4, np.int32), VOCAB, 64, never, config=forced(job, wait).config)
 
     async def play() -> None:
         environment = ForcedTurns()
@@ -58,5 +57,5 @@ def test_it_says_what_the_job_says_one_turn_at_a_time(wait: float) -> None:
 def test_a_worker_finds_it_by_its_name() -> None:
     name, _, target = PLUGIN.partition("=")
     module, _, attribute = target.partition(":")
-    assert name == "forced"
+    assert name == forced(jobs(Workload("w", ((Turn(4, 3),),)), 0)[0], 0.0).name
     assert getattr(importlib.import_module(module), attribute) is ForcedTurns
