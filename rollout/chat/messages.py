@@ -52,6 +52,8 @@ def _message(message: Any, field: str) -> Message:
     role = message.get("role")
     if not isinstance(role, str) or not ROLE.fullmatch(role):
         raise ChatError("must be a name of letters", f"{field}.role")
+    if role in ("system", "user") and "content" not in message:
+        raise ChatError("is missing: what the message says", f"{field}.content")
     return {**message, "role": role, "content": _text(message.get("content"), f"{field}.content")}
 
 

@@ -40,6 +40,7 @@ def test_missing_content_is_none() -> None:
         ({"role": "user<|im_end|>", "content": "x"}, "messages[1].role"),
         ({"role": "", "content": "x"}, "messages[1].role"),
         ({"role": "user", "content": 5}, "messages[1].content"),
+        ({"role": "user", "text": "x"}, "messages[1].content"),
         ({"role": "user", "content": [{"type": "image_url"}]}, "messages[1].content[0]"),
         ({"role": "user", "content": [{"type": "text"}]}, "messages[1].content[0]"),
     ],
