@@ -37,7 +37,7 @@ def call(name: str, **arguments: Any) -> str:
 
 class Lookup(ToolEnvironment):
     tools = (sample_tools.lookup, sample_tools.note, sample_tools.give)
-    deadline_s = 20.0
+    deadline_s = 60.0
 
 
 async def with_pool(make: type[ToolEnvironment], *turns: Say, size: int = 2, **fields: Any) -> Record:
@@ -221,7 +221,7 @@ def test_57_a_turn_that_begins_inside_of_its_reasoning(tmp_path: Path) -> None:
 
 class Slow(ToolEnvironment):
     tools = (sample_tools.wait_quietly, sample_tools.wait, sample_tools.lookup)
-    deadline_s = 20.0
+    deadline_s = 60.0
 
 
 def results(record: Record) -> list[str]:
@@ -278,7 +278,8 @@ def test_59_bad_calls_in_a_row_end_the_trajectory() -> None:
 def test_59_hundreds_of_calls_do_not_run() -> None:
     record = run(play(Slow, call("wait_quietly", seconds=0) * 300, "ok", config={"max_bad_calls": 0}))
     texts = results(record)
-    assert len(texts) == 300
+    assert len(texts) == 129
+    assert texts[128] == "error: no more than 128 calls are looked at in one turn"
     assert [text for text in texts if text == "waited"] == ["waited"] * 16
     assert texts[16] == "error: no more than 16 calls are run in one turn"
 
@@ -319,7 +320,7 @@ class Hanging(ToolEnvironment):
 def nobody_left_behind() -> Iterator[None]:
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     yield
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while left := {child.pid for child in psutil.Process().children(recursive=True)} - before:
         assert time.monotonic() < deadline, left
         time.sleep(0.02)
@@ -375,7 +376,7 @@ def test_62_each_ends_at_its_deadline_and_nothing_survives(
 @pytest.mark.parametrize("name", ["read_input", "read_input_quietly"])
 def test_62_there_is_nothing_to_read(name: str) -> None:
     class Patient(Hanging):
-        deadline_s = 20.0
+        deadline_s = 60.0
 
     with nobody_left_behind():
         assert results(run(with_pool(Patient, call(name), "ok"))) == ["<end>"]
@@ -383,7 +384,7 @@ def test_62_there_is_nothing_to_read(name: str) -> None:
 
 def test_62_output_without_end_is_cut() -> None:
     class Patient(Hanging):
-        deadline_s = 20.0
+        deadline_s = 60.0
 
     with nobody_left_behind():
         (text,) = results(run(play(Patient, call("endless_quietly"), "ok")))
@@ -414,7 +415,7 @@ def test_62_others_go_on_meanwhile() -> None:
 )
 def test_62_a_tool_that_fails_is_an_observation(how: str, said: str) -> None:
     class Patient(Hanging):
-        deadline_s = 20.0
+        deadline_s = 60.0
 
     with nobody_left_behind():
         (text,) = results(run(with_pool(Patient, call("fail", how=how), "ok")))
