@@ -9,9 +9,10 @@ Pure: no clock, no engine. Sizes are tokens where they come in and blocks inside
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import TypeVar
@@ -119,11 +120,13 @@ class Siblings:
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """grown: tokens over its prompt. away: with its environment, for long. left: it needs no KV any more."""
+    """number: of its start. grown: tokens over its prompt. away: with its environment, for long. left: it needs no KV
+    any more."""
 
     what: Candidate
     kind: Kind
     siblings: Siblings
+    number: int = 0
     grown: int = 0
     away: bool = False
     left: bool = False
@@ -138,6 +141,9 @@ class KvBudget:
         self._siblings: dict[Hashable, Siblings] = {}
         self._kinds: dict[Hashable, Kind] = {}
         self._shared = 0
+        self._starts = itertools.count()
+        self.on_start: Callable[[Hashable], None] = lambda _: None
+        """Called with the key of each trajectory that starts."""
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._running
@@ -153,12 +159,18 @@ class KvBudget:
 
     def start(self, what: Candidate) -> None:
         running = self._running[what.key] = self._made(what)
+        running.number = next(self._starts)
         self._siblings[what.group] = running.siblings
         self._kinds[what.kind] = running.kind
         if not running.siblings.running:
             self._shared += running.siblings.shared
         running.siblings.running += 1
         running.kind.running.add(0)
+        self.on_start(what.key)
+
+    def place(self, key: Hashable) -> int:
+        """The smaller, the earlier it started: one that was kept meanwhile has started anew."""
+        return self._running[key].number
 
     def grew(self, key: Hashable, tokens: int, wait: float = 0.0) -> bool:
         """It has so many tokens. wait: seconds for which its environment is expected to have it now.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,7 +36,8 @@ class KvGate:
         self._budget = budget
         self._on_room = on_room
         self._waiting: dict[str, Turn] = {}
-        self._away: dict[str, asyncio.TimerHandle] = {}
+        self._away: dict[Hashable, asyncio.TimerHandle] = {}
+        budget.on_start = self._soon_away
 
     @property
     def stats(self) -> EngineStats:
@@ -62,7 +63,7 @@ class KvGate:
             if self._budget.grew(key, length, request.expected_wait):
                 self._on_room()
             else:
-                self._away[key] = asyncio.get_running_loop().call_later(LONG_WAIT, self._stays_away, key)
+                self._soon_away(key)
         self.wake()
         return completion
 
@@ -88,7 +89,7 @@ class KvGate:
     def wake(self) -> None:
         """Let turns go on for which there is room by now, those of the oldest trajectories first."""
         waiting = [turn for turn in self._waiting.values() if not turn.room.done()]
-        for turn in sorted(waiting, key=lambda turn: turn.request.order):
+        for turn in sorted(waiting, key=lambda turn: self._budget.place(turn.request.trajectory)):
             if self._engine.died is None and not self._budget.may_go_on(turn.request.trajectory):
                 break
             turn.room.set_result(None)
@@ -102,12 +103,16 @@ class KvGate:
         finally:
             del self._waiting[request.id]
 
-    def _here(self, key: str) -> None:
+    def _soon_away(self, key: Hashable) -> None:
+        self._here(key)
+        self._away[key] = asyncio.get_running_loop().call_later(LONG_WAIT, self._stays_away, key)
+
+    def _here(self, key: Hashable) -> None:
         """Its environment has it no longer."""
         if (timer := self._away.pop(key, None)) is not None:
             timer.cancel()
 
-    def _stays_away(self, key: str) -> None:
+    def _stays_away(self, key: Hashable) -> None:
         """Nobody may wait for an environment that itself waits for others to start, as one may that steps together."""
         del self._away[key]
         if key in self._budget:

@@ -199,3 +199,34 @@ def test_nobody_waits_for_an_environment_that_waits_for_him() -> None:
         assert (await second).finish_reason == "stop"
 
     drive(test, 2)
+
+
+def test_one_that_was_kept_meanwhile_holds_up_nobody_who_started_before_it_came_back() -> None:
+    async def test(gate: Gate) -> None:
+        second = await one_waits(gate)
+        gate.budget.end("t0", tells=False)
+        gate.budget.start(Candidate("t0", "g", "k", PROMPT + 400, 10**6))
+        again = gate.ask(0, PROMPT + 400, id="t0/1")
+        gate.stub.finish(completed(gate.stub.held["t0/0"]))
+        while "t1/0" not in await gate.submitted():
+            pass
+        gate.stub.finish(completed(gate.stub.held["t1/0"]))
+        assert (await second).finish_reason == "stop"
+        gate.gate.release_kv("t1")
+        while "t0/1" not in await gate.submitted():
+            pass
+        assert not again.done()
+
+    drive(test, 2)
+
+
+def test_one_that_starts_with_a_question_holds_up_nobody() -> None:
+    async def test(gate: Gate) -> None:
+        gate.budget.start(Candidate("t9", "h", "k", PROMPT + 400, 10**6))
+        gate.budget.start(Candidate("t1", "g", "k", PROMPT, 10**6))
+        late = gate.ask(1, PROMPT + 100)
+        assert await gate.submitted() == []
+        await soon(lambda: "t1/0" in gate.stub.held)
+        assert not late.done()
+
+    drive(test, 0)
