@@ -96,16 +96,6 @@ class Memory:
             ]
         return [*rest, Allocation("free", host_bytes(), "cpu")]
 
-    def table(self) -> str:
-        """The plan, one allocation a line and the sum of each device."""
-        devices = dict.fromkeys(item.device for item in self.allocations)
-        sums = [
-            Allocation("total", sum(item.nbytes for item in self.allocations if item.device == device), device)
-            for device in devices
-        ]
-        lines = [f"{item.device:5} {item.tag:24} {item.nbytes / 1e6:12,.1f} MB" for item in self.allocations + sums]
-        return "\n".join(lines)
-
 
 class KVPool:
     """K and V of every layer in blocks of 16 tokens: [blocks, 16, kv_heads, head_dim] each. Block 0 is the dummy."""

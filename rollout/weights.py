@@ -48,8 +48,6 @@ class WeightUpdates:
         self._served: Update | None = None
         self.version = version
         self.digest = digest
-        self.commits = 0
-        self.failures = 0
 
     @property
     def committing(self) -> bool:
@@ -172,7 +170,6 @@ class WeightUpdates:
                 request.update_id, request.path, request.version, request.checksums
             )
         except BaseException:
-            self.failures += 1
             self._observer.weights_failed("prepare")
             if self._update is not None and self._update.request is request:
                 self._update = None
@@ -191,7 +188,6 @@ class WeightUpdates:
             )
         except BaseException:
             # The update stays prepared: the commit may be tried again, or the update aborted.
-            self.failures += 1
             self._observer.weights_failed("commit")
             update.committing = None
             raise
@@ -204,7 +200,6 @@ class WeightUpdates:
         )
         self._update, self._served = None, update
         self.version, self.digest = done.version, done.digest
-        self.commits += 1
         log.info("weights %s serve after a pause of %.3f s: %s", self.version, committed.paused, self.digest)
         self._observer.weights_committed(done.version, done.paused_s)
         self._on_commit()
