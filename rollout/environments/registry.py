@@ -156,7 +156,9 @@ def _load(spec: str) -> tuple[str, EnvironmentFactory]:
         missing = isinstance(error, ModuleNotFoundError) and error.name in (module, module.split(".")[0])
         advice = "; it must be installed, in the working directory or on PYTHONPATH" if missing else ""
         if module.endswith(".py"):
-            advice = f"; a module is named without .py: {name}={module.removesuffix('.py')}:{attribute}"
+            advice = (
+                f"; a module is named without .py: {name}={module.removesuffix('.py').replace('/', '.')}:{attribute}"
+            )
         raise ValueError(f"--env {spec}: {error}{advice}") from error
     if not callable(found):
         raise ValueError(f"--env {spec}: {attribute} is not callable")

@@ -54,8 +54,8 @@ def test_where_a_module_is_looked_for_is_said() -> None:
         Registry.load(["a=nowhere:Thing"])
     with pytest.raises(ValueError, match=r"^--env a=json:Thing: module 'json' has no attribute 'Thing'$"):
         Registry.load(["a=json:Thing"])
-    with pytest.raises(ValueError, match=r"a module is named without \.py: a=nowhere:Thing$"):
-        Registry.load(["a=nowhere.py:Thing"])
+    with pytest.raises(ValueError, match=r"a module is named without \.py: a=some\.nowhere:Thing$"):
+        Registry.load(["a=some/nowhere.py:Thing"])
 
 
 def test_a_class_that_can_be_no_environment_is_refused_at_start() -> None:
