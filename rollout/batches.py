@@ -92,9 +92,9 @@ class Batches:
         for j, (name, index) in enumerate(zip(spec.trajectory_ids, indices, strict=True)):
             member = session.trajectories.get(name)
             if member is None:
-                partial = partials.get(name)
+                before = partials.get(name)
                 now = time.monotonic()
-                new.append(Member(name, group, index, index, next(self._orders), now, partial=partial))
+                new.append(Member(name, group, index, index, next(self._orders), now, before=before))
             elif (member.group, member.asked_index) == (group, index):
                 known.append(member)
             else:

@@ -277,7 +277,7 @@ class Rollout:
         seconds, accepted = self._spec.group.budget.trajectory_deadline_s, self._spec.accepted
         if seconds is None:
             return None
-        before = 0.0 if self._spec.partial is None else self._spec.partial.wall_s
+        before = 0.0 if self._spec.before is None else self._spec.before.wall_s
         return seconds - before - (0.0 if accepted is None else time.monotonic() - accepted)
 
     def _expire(self) -> None:

@@ -227,7 +227,7 @@ class Runs:
         group, batch, session = member.group, member.batch, member.session
         was_kept = member in self._kept
         self._kept.pop(member, None)
-        member.record, member.rollout, member.partial = record, None, None
+        member.record, member.rollout, member.before = record, None, None
         self.admission.ended(member, record_bytes(record, group.echoed))
         session.outbox.drop(member.turn_key)
         if was_kept:

@@ -190,7 +190,7 @@ class Member:
 
     order: of its accept. reserved: bytes of result space it holds now; parked: those of a partial instead.
     started: it has left the queue. ending: it is to end for this reason. forgotten: nobody is left who wants it.
-    kept_s: it is kept, so many seconds after its accept. partial: the record that it goes on from.
+    kept_s: it is kept, so many seconds after its accept. before: the record that it goes on from.
     rollout: while it runs or is kept. record: from its end on.
     """
 
@@ -207,7 +207,7 @@ class Member:
     forgotten: bool = False
     kept_s: float | None = None
     retries: int = 0
-    partial: Record | None = None
+    before: Record | None = None
     rollout: Rollout | None = None
     record: Record | None = None
 
@@ -239,7 +239,7 @@ class Member:
             order=start,
             accepted=self.accepted,
             retries=self.retries,
-            partial=self.partial,
+            before=self.before,
             resumable=self.batch.target.resumable,
         )
 
@@ -257,7 +257,7 @@ class Member:
         """Start from nothing, with noise that no sample of its group has, whichever of them are in this batch."""
         self.retries += 1
         self.sample_index = (self.asked_index + self.retries * INDEX_STRIDE) % 2**32
-        self.rollout = self.partial = None
+        self.rollout = self.before = None
 
     def may_retry(self, record: Record) -> bool:
         """Its attempt ended so: is another one allowed, wanted and in time?"""

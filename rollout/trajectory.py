@@ -43,7 +43,7 @@ class TrajectorySpec:
     order: start of the trajectory among all of the worker's; smaller runs first.
     accepted: `time.monotonic()` at accept; waiting before `Rollout.run` then counts as queue time and against
         `trajectory_deadline_s`. None: the time of `run`.
-    retries: attempts at it that failed. partial: what it had when it was cut, and goes on from; its budgets are used
+    retries: attempts at it that failed. before: what it had when it was cut, and goes on from; its budgets are used
         up as far as that says. resumable: keep what it takes for the environment to go on elsewhere.
     """
 
@@ -56,13 +56,13 @@ class TrajectorySpec:
     order: int = 0
     accepted: float | None = None
     retries: int = 0
-    partial: Record | None = None
+    before: Record | None = None
     resumable: bool = False
 
     @property
     def snapshot(self) -> dict[str, Any] | None:
         """The state of the environment that it goes on from, if there is one."""
-        return None if self.partial is None or self.partial.partial is None else self.partial.partial.snapshot
+        return None if self.before is None or self.before.partial is None else self.before.partial.snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +111,12 @@ class Trajectory:
         self._turn_limit = self._sampling.max_tokens
         self._turns: list[Turn] = []
         self._answered = True
-        if spec.partial is not None and spec.partial.partial is not None:
-            (segment,) = spec.partial.segments
+        if spec.before is not None and spec.before.partial is not None:
+            (segment,) = spec.before.segments
             self._tokens.restore(segment)
             self._turns += segment.turns
-            self._turn_limit = spec.partial.partial.max_tokens
-            self._answered = spec.partial.partial.answered
+            self._turn_limit = spec.before.partial.max_tokens
+            self._answered = spec.before.partial.answered
 
     @property
     def length(self) -> int:
@@ -288,7 +288,7 @@ class Trajectory:
     ) -> Record:
         """Raises ValidationError where two lengths disagree (the segment checks them; the rest is checked already)."""
         spec, group = self._spec, self._spec.group
-        if (before := spec.partial) is not None:
+        if (before := spec.before) is not None:
             times, wall_s = add_times(before.times, times), before.wall_s + wall_s
         status = STATUS_OF[end.reason]
         return Record.model_construct(
