@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from protocols.errors import BadRequest
-from protocols.fields import Environment, Group, ModelInfo, Record
+from protocols.fields import Environment, Group, ModelInfo, Partial, Record, Turn
 from protocols.requests import SubmitBatch
 from rollout.environments.checks import outside_of
 from rollout.environments.isolated import can_snapshot
+from rollout.trajectory import ABORTED
 
 
 def check_partials(submit: SubmitBatch, *, model: ModelInfo, resolve: Callable[[Environment], object]) -> None:
@@ -47,6 +48,7 @@ def _check(
         ("segments[0].more_logprobs", (*segment.more_logprobs,) == group.sampling.logprobs[1:]),
         ("segments[0].turns", [turn.index for turn in segment.turns] == list(range(len(segment.turns)))),
         ("partial.answered", bool(segment.turns) or record.partial.answered),
+        ("partial.max_tokens", _has_budget_left(record.partial, segment.turns)),
     ):
         if not fits:
             raise BadRequest(f"is not that of its trajectory in group {group.id!r}", field=field)
@@ -65,3 +67,9 @@ def _check(
             f"the state of environment {group.environment.name!r} is not in it: it takes `snapshot` and `restore`",
             field="partial.snapshot",
         )
+
+
+def _has_budget_left(partial: Partial, turns: Sequence[Turn]) -> bool:
+    """Of the turn that was broken off, if one was."""
+    cut = not partial.answered and bool(turns) and turns[-1].finish_reason in ABORTED
+    return not cut or partial.max_tokens is None or partial.max_tokens > turns[-1].length

@@ -105,7 +105,8 @@ class Feed(Generic[T]):
         except Gone:
             self._warned = True
         except Exception as error:
-            self._warn(f"cannot be written, the worker goes on without: {type(error).__name__}: {error}")
+            if not self._warned:
+                self._warn(f"cannot be written, the worker goes on without: {type(error).__name__}: {error}")
         with self._changed:
             self.dropped += 1
 

@@ -18,7 +18,7 @@ from engine.handle import Abort, Command, Ping, Report
 from engine.request import Request
 from protocols.codec import encode
 from protocols.errors import BadRequest, Duplicate, UnknownTrajectory
-from protocols.fields import Group, Limits, Record, Sampling
+from protocols.fields import Group, Limits, Partial, Record, Sampling
 from protocols.replies import BatchDone
 from protocols.requests import SubmitBatch
 from rollout.client import RolloutClient, Trajectory, TurnDone
@@ -560,6 +560,7 @@ def test_one_that_does_not_is_not_resumable_and_refused_by_name() -> None:
         ({"group_id": "other"}, "group_id"),
         ({"trajectory_id": "other"}, "trajectory_id"),
         ({"partial": None}, "partial"),
+        ({"partial": Partial(answered=False, max_tokens=1)}, "partial.max_tokens"),
     ],
 )
 def test_a_record_that_is_not_of_its_trajectory_is_refused_by_name(changes: dict[str, Any], field: str) -> None:

@@ -145,3 +145,14 @@ def test_a_place_that_hangs_is_left_when_the_time_is_up(caplog: pytest.LogCaptur
     assert works.closed.is_set()
     assert not works.abandoned.is_set()
     assert "the place did not finish in time: its last numbers may be missing" in warnings(caplog)
+
+
+def test_a_full_disk_is_one_line_of_the_log_however_long_it_is_full(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    place = Place(OSError("no space left on device"))
+    fed = feed(place)
+    for i in range(50):
+        fed.put(i)
+    close_all([fed], 20)
+    assert fed.dropped == 50
+    assert sum("cannot be written" in record.getMessage() for record in caplog.records) == 1
