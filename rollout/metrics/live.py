@@ -27,8 +27,10 @@ class LiveLine:
             handler.setStream(_Above(stream))
 
     def write(self, text: str) -> None:
-        width = os.get_terminal_size(self._stream.fileno()).columns or WIDTH
-        self._stream.write(f"{CLEAR}{text[: width - 1]}")
+        room = (os.get_terminal_size(self._stream.fileno()).columns or WIDTH) - 1
+        if len(text) > room:  # half a number would be another number
+            text = text[: room + 2].rpartition("  ")[0] or text[:room]
+        self._stream.write(f"{CLEAR}{text}")
         self._stream.flush()
 
     def close(self) -> None:
@@ -58,6 +60,8 @@ def sentence(beat: Beat, before: Beat | None, progress: tuple[int, int, int] | N
     """The line. progress: (step, ended, accepted) of the oldest round."""
     stats = beat.stats
     parts = [f"version {beat.version}"]
+    if beat.state != "ready":
+        parts.append(beat.state)
     if progress is not None:
         step, ended, accepted = progress
         parts.append(f"step {step}: {ended}/{accepted} trajectories")
@@ -67,6 +71,4 @@ def sentence(beat: Beat, before: Beat | None, progress: tuple[int, int, int] | N
         parts.append(f"{tokens / (beat.time - before.time):,.0f} tokens/s")
     if stats.blocks_total:
         parts.append(f"KV {100 * stats.blocks_used / stats.blocks_total:.0f} %")
-    if beat.state != "ready":
-        parts.append(beat.state)
     return "  ".join(parts)

@@ -25,7 +25,7 @@ def test_the_line_says_what_goes_on() -> None:
     assert sentence(now, before, (40, 100, 512)) == (
         "version 12  step 40: 100/512 trajectories  64 running, 8 waiting  3,120 tokens/s  KV 71 %"
     )
-    assert sentence(beat(0.0, state="paused"), None, None) == "version 12  0 running, 0 waiting  paused"
+    assert sentence(beat(0.0, state="paused"), None, None) == "version 12  paused  0 running, 0 waiting"
 
 
 @contextmanager
@@ -69,3 +69,11 @@ def test_a_line_is_shorter_than_the_terminal_is_wide(width: int, room: int) -> N
         LiveLine(stream).write("x" * 500)
         print("|", end="", file=stream, flush=True)
         assert shown(screen, "|") == CLEAR + "x" * room + "|"
+
+
+@pytest.mark.parametrize(("width", "text"), [(20, "one  two  three"), (16, "one  two  three"), (15, "one  two")])
+def test_what_does_not_fit_is_left_out_whole(width: int, text: str) -> None:
+    with terminal(width) as (stream, screen):
+        LiveLine(stream).write("one  two  three")
+        print("|", end="", file=stream, flush=True)
+        assert shown(screen, "|") == f"{CLEAR}{text}|"
