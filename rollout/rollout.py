@@ -25,8 +25,9 @@ from rollout.environments.base import Context, EnvironmentFactory, Rewards, Text
 from rollout.environments.guard import PATIENCE, Guard, Patience
 from rollout.kv_gate import KvGate
 from rollout.mailbox import Mailbox
+from rollout.spec import End, TrajectorySpec
 from rollout.stopwatch import Stopwatch
-from rollout.trajectory import End, Trajectory, TrajectorySpec
+from rollout.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
 

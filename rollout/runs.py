@@ -17,8 +17,8 @@ from rollout.observer import Observer
 from rollout.pace import Lanes, Pace
 from rollout.record_size import record_bytes
 from rollout.rollout import Rollout
+from rollout.spec import End, TrajectorySpec
 from rollout.submitted import Batch, Member, SubmittedGroup
-from rollout.trajectory import End, TrajectorySpec
 
 log = logging.getLogger(__name__)
 

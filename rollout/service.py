@@ -34,7 +34,8 @@ from rollout.rollout import Rollout
 from rollout.runs import Runs
 from rollout.score import Scorer
 from rollout.sessions import Session, Sessions
-from rollout.trajectory import End, Trajectory, TrajectorySpec
+from rollout.spec import End, TrajectorySpec
+from rollout.trajectory import Trajectory
 from rollout.versions import ours
 from rollout.weights import WeightUpdates
 from rollout.wind_down import wind_down

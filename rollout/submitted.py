@@ -16,7 +16,7 @@ from rollout.observer import Round
 from rollout.outbox import Event, Key
 from rollout.rollout import Rollout
 from rollout.sessions import Session
-from rollout.trajectory import End, TrajectorySpec
+from rollout.spec import End, TrajectorySpec
 
 FINAL = ("engine_dead", "stale_version")
 """Failures that a further attempt would only repeat."""

@@ -11,14 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from engine.request import Completion, Failure, IntArray, Request
+from engine.request import Completion, Failure, Request
 from protocols import fields
 from protocols.fields import (
     SOURCE_GLUE,
     SOURCE_OBSERVATION,
     SOURCE_PREFIX,
     STATUS_OF,
-    Group,
     ModelInfo,
     Record,
     Segment,
@@ -29,63 +28,11 @@ from protocols.fields import (
 from rollout.environments.base import Rewards, TurnResult
 from rollout.failures import wire_error
 from rollout.sampling import engine_params, stop_rule
+from rollout.spec import Answer, End, TrajectorySpec
 from rollout.tokens import MAX_SEGMENTS, Tokens, fault
 
 ABORTED = ("abort_client", "abort_weight_update")
 """Reasons of a turn that can go on where it was broken off."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrajectorySpec:
-    """What one trajectory is.
-
-    seed: resolved (drawn at accept when the group has none). sample_index: the noise key of the sample.
-    order: start of the trajectory among all of the worker's; smaller runs first.
-    accepted: `time.monotonic()` at accept; waiting before `Rollout.run` then counts as queue time and against
-        `trajectory_deadline_s`. None: the time of `run`.
-    retries: attempts at it that failed. before: what it had when it was cut, and goes on from; its budgets are used
-        up as far as that says. resumable: keep what it takes for the environment to go on elsewhere.
-    """
-
-    session: str
-    batch_id: str
-    group: Group
-    trajectory_id: str
-    sample_index: int
-    seed: int
-    order: int = 0
-    accepted: float | None = None
-    retries: int = 0
-    before: Record | None = None
-    resumable: bool = False
-
-    @property
-    def snapshot(self) -> dict[str, Any] | None:
-        """The state of the environment that it goes on from, if there is one."""
-        return None if self.before is None or self.before.partial is None else self.before.partial.snapshot
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """Why a trajectory ended. truncation: the limit that cut it; failure: what went wrong in a failed one."""
-
-    reason: TrajectoryReason
-    truncation: Truncation | None = None
-    failure: fields.Failure | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What an environment said, checked: ids are int32[n] inside the vocabulary, the reward is finite. See `Step`."""
-
-    glue: IntArray | None = None
-    observation: IntArray | None = None
-    opening: IntArray | None = None
-    branch: IntArray | None = None
-    called: bool = False
-    max_tokens: int | None = None
-    done: bool = False
-    reward: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from rollout.environments.checks import (
 )
 from rollout.environments.errors import describe
 from rollout.environments.isolated import Isolated, StandIn, can_snapshot
-from rollout.trajectory import Answer, End
+from rollout.spec import Answer, End
 
 log = logging.getLogger(__name__)
 

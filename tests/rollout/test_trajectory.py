@@ -25,8 +25,9 @@ from protocols.fields import (
     Truncation,
 )
 from rollout.environments.base import Rewards
+from rollout.spec import Answer, End
 from rollout.tokens import MAX_SEGMENTS
-from rollout.trajectory import Answer, End, Trajectory
+from rollout.trajectory import Trajectory
 from tests.rollout.build import EOS, MODEL, group, ids, spec
 from tests.rollout.stub_engine import completed, refused
 

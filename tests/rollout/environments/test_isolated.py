@@ -16,8 +16,8 @@ from protocols import fields
 from rollout.environments.base import Context, Rewards
 from rollout.environments.guard import Guard, Patience
 from rollout.environments.registry import Registry
+from rollout.spec import Answer, End
 from rollout.tokenizer import Tokenizer
-from rollout.trajectory import Answer, End
 from tests.rollout.build import run
 from tests.rollout.environments import odd
 from tests.rollout.environments.build import TURN, context, draft, guarded
