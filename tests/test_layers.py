@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -33,6 +34,15 @@ def test_packages_import_only_what_their_layer_may(package: str) -> None:
     for path in files:
         ours = {module.split(".")[0] for module in imports(path)} & OURS
         assert ours <= MAY_IMPORT[package], f"{path.relative_to(ROOT)} imports {ours - MAY_IMPORT[package]}"
+
+
+@pytest.mark.parametrize("package", ["engine", "rollout"])
+def test_the_map_of_a_package_names_each_of_its_modules_once(package: str) -> None:
+    folder = ROOT / package
+    doc = (folder / "__init__.py").read_text()
+    lines = [re.split(r"\s{2,}", line)[-1] for line in doc.splitlines()[2:]]
+    there = {path.stem for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert sorted(re.findall(r"\w+", "\n".join(lines))) == sorted(there - {"__init__", "__main__"})
 
 
 def test_only_one_file_imports_flashinfer() -> None:
