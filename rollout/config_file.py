@@ -38,6 +38,8 @@ def read_file(path: Path) -> dict[str, Entry]:
         raise ConfigFileError(f"{path}: is not UTF-8 text: {error.reason} at byte {error.start}") from None
     except yaml.YAMLError as error:
         raise ConfigFileError(f"{path}{_place(error)}") from None
+    except RecursionError:
+        raise ConfigFileError(f"{path}: is nested too deeply") from None
     if root is None:
         return {}
     if not isinstance(root, yaml.MappingNode):

@@ -86,6 +86,14 @@ def test_two_documents_in_one_file_are_refused(tmp_path: Path) -> None:
         read_file(file)
 
 
+@pytest.mark.parametrize("text", ["env: " + "[" * 100_000, "{" * 100_000])
+def test_brackets_without_end_are_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "f.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigFileError, match=r"f\.yaml: is nested too deeply"):
+        read_file(file)
+
+
 @given(st.integers(1, 2**50))
 def test_sizes_are_shown_as_they_are_read(size: int) -> None:
     assert parse_bytes(shown_size(size)) == size

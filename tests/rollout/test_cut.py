@@ -560,7 +560,6 @@ def test_one_that_does_not_is_not_resumable_and_refused_by_name() -> None:
         ({"group_id": "other"}, "group_id"),
         ({"trajectory_id": "other"}, "trajectory_id"),
         ({"partial": None}, "partial"),
-        ({"partial": Partial(answered=False, max_tokens=1)}, "partial.max_tokens"),
     ],
 )
 def test_a_record_that_is_not_of_its_trajectory_is_refused_by_name(changes: dict[str, Any], field: str) -> None:
@@ -574,6 +573,21 @@ def test_a_record_that_is_not_of_its_trajectory_is_refused_by_name(changes: dict
         raw.socket.send_multipart(encode(message))
         error = raw.reply("x")["error"]
         assert (error["code"], error["field"]) == ("bad_request", f"partials[0].{field}")
+
+
+def test_a_turn_goes_on_only_where_it_has_tokens_left() -> None:
+    with pair(Named(0.01)) as (_, client), RawClient(client._core.address) as raw:
+        groups = [group(client, "slow1", name="g", tokens=20), group(client, "slow2", name="h")]
+        batch = client.submit(groups, groups_needed=1, surplus="return")
+        t = next(t for t in batch if t.trajectory_id == "slow2")
+        assert t.group is not None
+        assert 0 < t.turns[-1].length < 50
+        raw.hello()
+        record = t.record.model_copy(update={"partial": Partial(answered=False, max_tokens=t.turns[-1].length)})
+        home = t.group.model_copy(update={"sampling": t.sampling})
+        raw.socket.send_multipart(encode(SubmitBatch(id="x", batch_id="raw", groups=(home,), partials=(record,))))
+        error = raw.reply("x")["error"]
+        assert (error["code"], error["field"]) == ("bad_request", "partials[0].partial.max_tokens")
 
 
 # Tried again.
