@@ -19,6 +19,7 @@ from typing import Any
 
 import msgpack
 import numpy as np
+import psutil
 import pytest
 
 from engine.request import Completion, FinishReason, Request
@@ -426,10 +427,11 @@ def test_72_a_terminated_worker_leaves_no_socket_file(tmp_path: Path) -> None:
 # 73: a fork after the worker's ZeroMQ context exists.
 
 
-def test_73_a_tool_in_a_forked_child_harms_nobody(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["", ",process"], ids=["in the worker", "in a process"])
+def test_73_a_tool_in_a_forked_child_harms_nobody(tmp_path: Path, place: str) -> None:
     ways = {"return": 0.0, "sys.exit": 3.0, "os._exit": 4.0, "client": 5.0}
     served = WorkerProcess(
-        "tests.rollout.stub_worker", "--env", "forking=tests.rollout.forking:Forking", folder=tmp_path
+        "tests.rollout.stub_worker", "--env", f"forking=tests.rollout.forking:Forking{place}", folder=tmp_path
     )
     try:
         address = served.wait_ready().address
@@ -444,6 +446,8 @@ def test_73_a_tool_in_a_forked_child_harms_nobody(tmp_path: Path) -> None:
             assert exits == ways
             submit(client, group("after"), batch="c")
             assert client.record()["finish_reason"] == "length"
+        children = psutil.Process(served.process.pid).children(recursive=True)
+        assert not place or len(children) > 2, "they ran in processes"
         served.signal(signal.SIGTERM)
         assert served.wait() == 0
         assert "Assertion failed" not in served.log
@@ -452,3 +456,4 @@ def test_73_a_tool_in_a_forked_child_harms_nobody(tmp_path: Path) -> None:
         served.kill()
     with pytest.raises(ProcessLookupError):
         os.kill(served.process.pid, 0)
+    eventually(lambda: not any(child.is_running() for child in children))

@@ -25,7 +25,7 @@ from tests.rollout.environments import foreign
 from tests.rollout.forking import Forking
 from tests.rollout.raw_client import RawClient, group
 from tests.rollout.timed_engine import VOCAB
-from tests.rollout.workers import WorkerProcess, WorkerThread, eventually, worker
+from tests.rollout.workers import WorkerThread, eventually, worker
 
 
 class Harmful(Environment):
@@ -204,33 +204,6 @@ def test_62_there_is_nothing_to_read_on_stdin() -> None:
 
 
 # 73: a ZeroMQ context made before a fork.
-
-
-def test_73_an_environment_in_a_process_may_fork_and_be_a_client(tmp_path: Path) -> None:
-    ways = {"return": 0.0, "sys.exit": 3.0, "os._exit": 4.0, "client": 5.0}
-    served = WorkerProcess(
-        "tests.rollout.stub_worker", "--env", "forking=tests.rollout.forking:Forking,process", folder=tmp_path
-    )
-    try:
-        address = served.wait_ready().address
-        with RawClient(address) as client:
-            client.hello()
-            groups = [
-                group(how, environment={"name": "forking", "config": {"how": how, "address": address}}) for how in ways
-            ]
-            client.call("submit", batch_id="b", groups=groups)
-            records = [client.record(60) for _ in ways]
-            exits = {record["group_id"]: record["segments"][0]["turns"][0]["reward"] for record in records}
-            assert exits == ways
-        children = psutil.Process(served.process.pid).children(recursive=True)
-        assert len(children) > 2, "they ran in processes"
-        served.signal(signal.SIGTERM)
-        assert served.wait() == 0
-        assert "Assertion failed" not in served.log
-        assert "Traceback" not in served.log
-        eventually(lambda: not any(child.is_running() for child in children))
-    finally:
-        served.kill()
 
 
 def test_73_nothing_of_the_workers_sockets_is_there() -> None:
