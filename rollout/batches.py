@@ -151,10 +151,10 @@ class Batches:
             raise UnknownTrajectory(f"{message.trajectory_id!r} does not wait for an answer", field="trajectory_id")
         if member.rollout is None:
             return False
-        member.rollout.answer(message)
+        taken = member.rollout.answer(message)
         if member.rollout.pending_turn is None:
             session.outbox.drop(member.turn_key)
-        return True
+        return taken
 
     def cancel(self, session: Session, message: Cancel) -> dict[str, int]:
         """End what still runs or waits; what that finds, counted."""

@@ -24,6 +24,7 @@ class Mailbox:
         self._taken: dict[int, Continue] = {}
         self._answer: asyncio.Future[Continue] | None = None
         self._closed = False
+        self._asked = -1
         self.pending: TurnDone | None = None
         """The question that waits."""
 
@@ -32,6 +33,7 @@ class Mailbox:
         if self.pending is not None or turn.index in self._taken:
             raise RuntimeError("the trainer is asked about each turn once")
         self._answer = asyncio.get_running_loop().create_future()
+        self._asked = turn.index
         self.pending = TurnDone(
             id="",
             trajectory_id=self._trajectory_id,
@@ -46,13 +48,18 @@ class Mailbox:
         finally:
             self.pending = None
 
-    def answer(self, message: Continue) -> None:
-        """Raises PrefixMismatch, UnknownTrajectory (it has ended), BadRequest (an id that the model lacks)."""
+    def answer(self, message: Continue) -> bool:
+        """False: it comes too late, for nobody waits for it any more.
+
+        Raises PrefixMismatch, UnknownTrajectory (it has ended), BadRequest (an id that the model lacks).
+        """
         message = message.model_copy(update={"id": "continue"})
         if (before := self._taken.get(message.turn)) is not None:
             if before == message:
-                return
+                return True
             raise PrefixMismatch(f"turn {message.turn} was already answered otherwise", field="turn")
+        if self._answer is not None and self._answer.cancelled() and message.turn == self._asked:
+            return False
         if self._closed:
             raise UnknownTrajectory(f"trajectory {self._trajectory_id!r} has ended", field="trajectory_id")
         if self.pending is None or self._answer is None:
@@ -66,6 +73,7 @@ class Mailbox:
         self._taken[message.turn] = message
         self.pending = None
         self._answer.set_result(message)
+        return True
 
     def close(self) -> None:
         """The trajectory has ended; only repeats are still taken."""

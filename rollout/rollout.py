@@ -142,9 +142,12 @@ class Rollout:
         """Tokens so far."""
         return self._trajectory.length
 
-    def answer(self, message: Continue) -> None:
-        """The trainer's answer to `turn_done`. Raises PrefixMismatch, UnknownTrajectory, BadRequest."""
-        self._mailbox.answer(message)
+    def answer(self, message: Continue) -> bool:
+        """The trainer's answer to `turn_done`; False where it came too late.
+
+        Raises PrefixMismatch, UnknownTrajectory, BadRequest.
+        """
+        return self._mailbox.answer(message)
 
     @property
     def pending_turn(self) -> TurnDone | None:
