@@ -15,6 +15,7 @@ from protocols.fields import (
     SOURCE_SAMPLED,
     Failure,
     Group,
+    Partial,
     Purpose,
     Record,
     Sampling,
@@ -88,6 +89,16 @@ class Trajectory:
     def resumable(self) -> bool:
         """Was it cut, and can it go on? Hand it to a later `submit(..., resume=[...])`."""
         return self.record.partial is not None
+
+    @property
+    def partial(self) -> Partial | None:
+        """What a resumed one needs to go on; None for one that cannot."""
+        return self.record.partial
+
+    @property
+    def retries(self) -> int:
+        """Failed attempts before this one (`submit(max_retries=...)`)."""
+        return self.record.retries
 
     @property
     def reward(self) -> float | None:

@@ -201,7 +201,7 @@ def test_a_signal_during_the_build_ends_the_process(caplog: pytest.LogCaptureFix
     caplog.set_level(logging.INFO)
 
     def interrupt() -> None:
-        eventually(lambda: "hanging" in caplog.text, 20)
+        eventually(lambda: "hanging" in caplog.text, 120)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     threading.Thread(target=interrupt).start()

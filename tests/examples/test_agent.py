@@ -55,6 +55,7 @@ def test_the_transcript_is_coloured_by_source() -> None:
     assert "prompt".endswith(styled[0][0])
 
 
+@pytest.mark.stress
 @pytest.mark.realmodel
 @pytest.mark.timeout(900)
 def test_three_turns_with_two_tools(smollm2_checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,6 +26,7 @@ def talking(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoint
 
 
+@pytest.mark.stress
 @pytest.mark.parametrize("name", ["reasoning", "games"])
 def test_it_prints_a_table(
     name: str, talking: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

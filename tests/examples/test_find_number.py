@@ -43,6 +43,7 @@ def test_three_rounds_are_too_few_to_learn_and_it_says_so(tmp_path: Path) -> Non
     assert "best without listening" in done.stdout
 
 
+@pytest.mark.stress
 def test_a_worker_of_ones_own_is_given_the_demos_weights(tmp_path: Path) -> None:
     """Started with other weights at version 5, it serves the demo's from 6 on; only the newest files are kept."""
     make_model(seed=9).save_pretrained(tmp_path / "other")

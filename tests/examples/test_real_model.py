@@ -59,6 +59,7 @@ def predictions(reference: Reference, ids: list[int]) -> tuple[Array, Array]:
     return rows.argmax(-1).numpy(), logprobs.numpy()
 
 
+@pytest.mark.stress
 def test_64_greedy_tokens_of_16_chats_in_one_batch(smollm2_checkpoint: Path, form: Form, reference: Reference) -> None:
     texts = [*QUESTIONS, *(f"Repeat the last word. {LONG * n}" for n in (1, 2, 3, 4, 5, 6, 8, 10))]
     prompts = [form.prompt([{"role": "user", "content": text}]).tolist() for text in texts]

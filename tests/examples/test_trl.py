@@ -54,6 +54,7 @@ def check_async(done: subprocess.CompletedProcess[str], count: int) -> list[dict
     return found
 
 
+@pytest.mark.stress
 def test_trls_async_grpo_trainer(tmp_path: Path) -> None:
     found = check_async(example("trl_async_grpo", tmp_path, "--steps", "3"), 3)
     assert found[-1]["staleness"] > 0  # it does train on what older weights sampled

@@ -149,6 +149,7 @@ def test_a_directory_that_cannot_be_written(checkpoint: Path, tmp_path: Path, di
     check(checkpoint, tmp_path, disabled, "offline", "/proc/none cannot be written", WANDB_DIR="/proc/none")
 
 
+@pytest.mark.stress
 def test_a_bogus_key_and_a_network_that_refuses(checkpoint: Path, tmp_path: Path, disabled: list[list[int]]) -> None:
     # W&B tries again for half a minute; a worker that ends meanwhile does not wait for it.
     check(
@@ -163,6 +164,7 @@ def test_a_bogus_key_and_a_network_that_refuses(checkpoint: Path, tmp_path: Path
     )
 
 
+@pytest.mark.stress
 def test_a_bogus_key_and_a_network_that_swallows(checkpoint: Path, tmp_path: Path, disabled: list[list[int]]) -> None:
     with silent_host() as url:
         check(
