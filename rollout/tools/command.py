@@ -43,8 +43,12 @@ async def command(
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+        # Its pipe first: one that was paused, as that of a program which prints faster than it is read, never comes to
+        # its end, and `wait` waits for that too.
+        transport = process._transport  # type: ignore[attr-defined]
+        transport.get_pipe_transport(1).close()
         await asyncio.shield(process.wait())
-        process._transport.close()  # type: ignore[attr-defined]
+        transport.close()
 
 
 def _decoded(printed: bytes | bytearray) -> str:

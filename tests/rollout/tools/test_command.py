@@ -56,6 +56,17 @@ def test_output_is_bounded(limit: int) -> None:
     assert f"more than {limit} bytes" in mark
 
 
+def test_a_program_that_prints_faster_than_it_is_read_is_ended_too() -> None:
+    """Its pipe is paused when it is killed, and never comes to its end."""
+
+    async def main() -> None:
+        for limit in (10, 300_000, 10, 5_000_000, 10):
+            text = await asyncio.wait_for(command("yes", limit=limit), 30)
+            assert text.endswith("was ended]")
+
+    run(main())
+
+
 def test_a_program_that_is_not_there() -> None:
     with pytest.raises(FileNotFoundError):
         run(command("/no/such/program"))
