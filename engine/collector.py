@@ -6,7 +6,7 @@ import gc
 
 
 def spare_the_collector() -> None:
-    """What is loaded stays: the collector need not look at it again, which takes half a second once torch is there.
+    """What is loaded stays: the collector need not look at it again, which takes a large pause each time.
 
     Requests and results are many live objects and no garbage, so it is also called less often.
     """
