@@ -1,7 +1,7 @@
 """Large page-locked host memory, on huge pages: what a GPU copies from at the full speed of its link.
 
 Measured on an H200 node for 8 GB of weights: 0.15 s to the device instead of 1.0 s from pageable memory. Locking takes
-0.1 s a 4 GiB on huge pages that were touched, 0.34 s on small ones; torch's own pinned allocator takes half a second a GiB.
+0.1 s for 4 GiB on huge pages that were touched, 0.34 s on small ones; torch's own pinned allocator half a second a GiB.
 """
 
 from __future__ import annotations
