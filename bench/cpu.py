@@ -29,11 +29,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwe
 from bench import report_fields
 from bench.measure import record, save
 from bench.workloads import Workload
-from engine.build import load_engine
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.model_config import ModelConfig, read_model_config
+from engine.model.config import ModelConfig, read_model_config
 from engine.request import Request, SamplingParams
+from engine.start.build import load_engine
 
 Ids = npt.NDArray[np.int32]
 VOCAB = 8192

@@ -35,12 +35,12 @@ from bench.measure import (
 )
 from bench.report_fields import device_name
 from bench.workloads import Workload, jobs
-from engine.build import DTYPES, load_engine
 from engine.config import BLOCK_SIZE, EngineConfig
 from engine.engine import Engine
-from engine.kv_size import kv_bytes_per_block
-from engine.model_config import ModelConfig, read_model_config
-from rollout.kv_budget import KvBudget
+from engine.memory.kv_size import kv_bytes_per_block
+from engine.model.config import ModelConfig, read_model_config
+from engine.start.build import DTYPES, load_engine
+from rollout.batches.kv_budget import KvBudget
 
 
 def run(

@@ -25,11 +25,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from bench.make_model import SHAPES
-from engine.arena import Arena
-from engine.cuda_ops import CudaOps
-from engine.memory import KVPool, Memory
-from engine.model import Layer, Model, build_model, forward, head
-from engine.model_config import parse_model_config
+from engine.cuda.ops import CudaOps
+from engine.memory.memory import KVPool, Memory
+from engine.model.config import parse_model_config
+from engine.model.model import Layer, Model, build_model, forward, head
+from engine.weights.arena import Arena
 
 Call = Callable[[], Any]
 DEVICE = torch.device("cuda")

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from engine.arena import Shape, parameters
-from engine.model_config import parse_model_config
+from engine.model.config import parse_model_config
+from engine.weights.arena import Shape, parameters
 
 SHARD_BYTES = 3 * 10**9
 QWEN3 = {

@@ -15,10 +15,10 @@ from typing import Any
 from bench import report_fields
 from bench.make_model import SHAPES
 from bench.workloads import Workload, workloads
-from engine.arena import parameters
 from engine.config import BLOCK_SIZE
-from engine.kv_size import kv_bytes_per_block
-from engine.model_config import ModelConfig, parse_model_config
+from engine.memory.kv_size import kv_bytes_per_block
+from engine.model.config import ModelConfig, parse_model_config
+from engine.weights.arena import parameters
 
 COPY_BANDWIDTH = {"NVIDIA H200": 4.255e12}
 """Bytes per second of a device copy, read and write, as measured: what a floor is counted with."""

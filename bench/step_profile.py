@@ -22,9 +22,9 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
 from bench.report_fields import clean, commit, device_name, versions, write
-from engine.build import LoadedEngine, load_engine
 from engine.config import EngineConfig
 from engine.request import Request, SamplingParams
+from engine.start.build import LoadedEngine, load_engine
 
 STEPS = 24
 PARTS = {

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from rollout import cli, start
-from rollout.observer import Observer
+from rollout.command import cli, start
+from rollout.metrics.observer import Observer
 
 
 class Unwatched(Observer):

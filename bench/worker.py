@@ -34,8 +34,8 @@ from bench.measure import (
 )
 from bench.report_fields import device_name
 from bench.workloads import Job, Workload, jobs
-from engine.build import DTYPES
-from engine.model_config import ModelConfig, read_model_config
+from engine.model.config import ModelConfig, read_model_config
+from engine.start.build import DTYPES
 from rollout.client import AsyncBatch, AsyncRolloutClient, Environment, Group, Trajectory, TurnDone
 from rollout.local import local_worker
 

@@ -18,14 +18,14 @@ from engine.check import check_request
 from engine.config import EngineConfig
 from engine.errors import DuplicateRequest
 from engine.handle import EngineStats
-from engine.phases import PausableClock, PhaseTimes
 from engine.request import Completion, Failure, FinishReason, Int64Array, IntArray, Request
-from engine.results import live_results
-from engine.scheduled import Scheduled
-from engine.scheduler import OutOfBlocks, Scheduler
-from engine.sequence import Sequence as Live
+from engine.scheduling.phases import PausableClock, PhaseTimes
+from engine.scheduling.results import live_results
+from engine.scheduling.scheduled import Scheduled
+from engine.scheduling.scheduler import OutOfBlocks, Scheduler
+from engine.scheduling.sequence import Sequence as Live
+from engine.scheduling.stop import StopChecks, StringMatcher
 from engine.step import EMPTY_SUPPORT, Runner, Ticket
-from engine.stop import StopChecks, StringMatcher
 
 GOES_ON: frozenset[FinishReason] = frozenset(("stop", "length", "turn_deadline"))
 """Ends of a turn after which the trajectory may have another one."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from engine.model_config import ModelConfig
+from engine.model.config import ModelConfig
 from engine.request import Completion, Failure, FinishReason, Request
 from engine.step import WeightsInfo
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
-from engine.update import weights_digest
+from engine.weights.update import weights_digest
 from examples.trl_tiny import OBSERVATION, letters, make_dataset, make_tokenizer, save
 from rollout.client import RolloutClient, Trajectory
 from rollout.integrations.trl import AsyncRollouts, WorkerWeights

@@ -1,12 +1,16 @@
-"""Trajectories, environments, the worker, its client. Where to look, in the order of events:
+"""Trajectories, environments, the worker, its client. The rooms, in the order of events:
 
-start               cli, parser, options, config, config_file; start, load, advice, gpu, descriptors; summary,
-                    versions, logs; doctor, checksum, local
-the wire            channel, curve, sessions, outbox, sender; service, handlers, checks, wind_down
-what was submitted  batches, submitted, partials; runs, pace; admission, record_size, kv_budget
-one trajectory      rollout, spec, trajectory, tokens, sampling; kv_gate, async_engine, failures; mailbox, deadline,
-                    stopwatch
-its environment     environments, tools, chat, tokenizer
-beside them         weights, score; observer, metrics
-the other end       client, integrations
+command      `rollout-worker` and its options: from a command line to a running worker
+wire         sockets, sessions, records on their way
+service      what a request does
+batches      what was submitted, what of it runs, what is kept
+trajectory   one trajectory from its prompt to its record
+chat         messages to tokens
+tools        functions that a model may call
+environments what answers a turn
+generation   turns asked of the engine
+metrics      numbers for those who watch
+client       the trainer's side
+integrations other people's trainers
+local        a worker of this process's own, for examples and tests
 """

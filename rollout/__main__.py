@@ -1,5 +1,5 @@
 import sys
 
-from rollout.cli import main
+from rollout.command.cli import main
 
 sys.exit(main())

@@ -16,10 +16,10 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from engine.block_pool import BlockPool
 from engine.config import BLOCK_SIZE
 from engine.errors import WeightsError
 from engine.request import SamplingParams
+from engine.scheduling.block_pool import BlockPool
 from engine.step import EMPTY_SUPPORT, NONFINITE, SlotStart, StepOutput, StepPlan, WeightsInfo
 
 POISON = np.int64(-0x7E57_7E57_7E57)

@@ -12,8 +12,8 @@ from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 from torch import Tensor
 
 from engine.config import BLOCK_SIZE
-from engine.memory import Memory
-from engine.model_config import ModelConfig
+from engine.memory.memory import Memory
+from engine.model.config import ModelConfig
 from engine.request import IntArray
 
 WORKSPACE_BYTES = 256 * 2**20

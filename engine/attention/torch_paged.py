@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.config import BLOCK_SIZE
-from engine.model_config import ModelConfig
-from engine.step_input import PrefillRow, StepInput
+from engine.model.config import ModelConfig
+from engine.runner.input import PrefillRow, StepInput
 
 
 class AttentionStep(Protocol):

@@ -1,0 +1,16 @@
+"""Triton, one kernel a file, each with a torch twin.
+
+qk_norm_rope_write  norm of q and k, rotary turn, write to the cache
+paged_decode        decode attention
+decode_merge        its parts put together
+norm                RMS norm, with the residual or without
+scale               its first half
+silu_mul            the activation
+skinny_linear       linears over few rows
+skinny_vector       one row
+skinny_dot          two rows and more
+skinny_parts        what both share
+sample              temperature, noise, choice, logprobs
+noise               counter-based
+overlap             a launch before the end of the one ahead
+"""

@@ -1,4 +1,4 @@
-"""The noise of engine/noise.py on the GPU, bit for bit.
+"""The noise of engine/sampling/noise.py on the GPU, bit for bit.
 
 Callers launch with `enable_fp_fusion=False`: a fused multiply-add would round once where the twin rounds twice.
 """

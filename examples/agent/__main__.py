@@ -16,9 +16,9 @@ from rich.text import Text
 
 from examples.agent.tools import TEMPERATURES, fahrenheit
 from examples.smollm2.fetch import FetchError, smollm2
+from rollout.chat.tokenizer import Tokenizer
 from rollout.client import RolloutClient, Trajectory
 from rollout.local import local_worker
-from rollout.tokenizer import Tokenizer
 
 SYSTEM = """You answer questions about the weather with the help of two tools. You call a tool like this:
 <tool_call>

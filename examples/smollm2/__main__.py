@@ -15,9 +15,9 @@ from rich.text import Text
 
 from examples.smollm2.fetch import FetchError, smollm2
 from rollout.chat.format import ChatFormat, Form
+from rollout.chat.tokenizer import Tokenizer
 from rollout.client import RolloutClient, Trajectory, TurnDone
 from rollout.local import local_worker
-from rollout.tokenizer import Tokenizer
 
 MESSAGES = ("What is the capital of France?", "And of Italy? Answer in one short sentence.")
 SOURCES = ("prompt", "sampled", "glue", "observation", "prefix")

@@ -1,0 +1,12 @@
+"""Messages to tokens, and what a template puts between them.
+
+messages     checked, in the one form that templates take
+accept       those of a submit
+template     as transformers renders it
+marks        text that no template takes for control tokens
+follow       what stands between two turns, and the proof of it
+format       both together: a checkpoint's chat format
+conversation one trajectory's
+tokenizer    text and bytes of ids
+errors       the one error
+"""

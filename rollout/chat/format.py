@@ -20,7 +20,7 @@ from rollout.chat.follow import Followed, Render, follow
 from rollout.chat.marks import Marks, Vocabulary
 from rollout.chat.messages import Message
 from rollout.chat.template import ChatTemplate
-from rollout.tokenizer import Piece, Tokenizer
+from rollout.chat.tokenizer import Piece, Tokenizer
 
 EMPTY: IntArray = np.zeros(0, np.int32)
 FORMS = 256

@@ -14,7 +14,7 @@ from typing import Any
 
 from rollout.chat.errors import ChatError
 from rollout.chat.messages import Message
-from rollout.tokenizer import Piece, spellings
+from rollout.chat.tokenizer import Piece, spellings
 
 
 class Vocabulary:

@@ -1,0 +1,20 @@
+"""What answers a turn. First those that run here, then those in processes of their own.
+
+base         the interface
+registry     by name
+scripted     answers of the submit
+remote       answers of the trainer
+guard        deadlines and checks around each
+checks       what came back
+calls        one call of foreign code
+errors       what it raised, as text
+pool         processes, replaced when they die
+nursery      where they are forked
+processes    one of them, from outside
+warden       one of them, the part that cleans up
+host         one of them, the part that runs foreign code
+frames       what is sent to it
+output       what it prints
+isolated     an environment over there
+adapters     other people's environments
+"""

@@ -31,7 +31,7 @@ Ids = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 
 class TextCodec(Protocol):
-    """What an environment may do with the checkpoint's tokenizer (rollout/tokenizer.py)."""
+    """What an environment may do with the checkpoint's tokenizer (rollout/chat/tokenizer.py)."""
 
     def encode(self, text: str) -> IntArray:
         """int32[n]. The text is data: no control token can come out of it, whatever it spells."""

@@ -15,7 +15,7 @@ from engine.request import IntArray
 from protocols.fields import Partial
 from rollout.environments.base import Environment, Observation, Rewards, Step
 from rollout.environments.errors import SpeaksForItself
-from rollout.spec import Answer
+from rollout.trajectory.spec import Answer
 
 MAX_PARTS = 256
 """Named rewards of one trajectory."""

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from protocols.fields import Budget, Failure, Record, Truncation
-from rollout.deadline import Deadline
 from rollout.environments.base import Context, Environment, EnvironmentFactory, Rewards, TurnResult, is_default
 from rollout.environments.calls import Call, Raised
 from rollout.environments.checks import (
@@ -24,7 +23,8 @@ from rollout.environments.checks import (
 )
 from rollout.environments.errors import describe
 from rollout.environments.isolated import Isolated, StandIn, can_snapshot
-from rollout.spec import Answer, End
+from rollout.trajectory.deadline import Deadline
+from rollout.trajectory.spec import Answer, End
 
 log = logging.getLogger(__name__)
 

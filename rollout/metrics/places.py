@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from rollout.config import WorkerConfig
+from rollout.command.config import WorkerConfig
 from rollout.metrics.feed import Feed, Sink, close_all
 from rollout.metrics.health import Health
 from rollout.metrics.jsonl import JsonLines

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from protocols.fields import Record, Status, Times, TrajectoryReason
+from rollout.metrics.observer import Round
 from rollout.metrics.row import ROUND_AXIS
-from rollout.observer import Round
 
 PARTS = tuple(Times.model_fields)
 """What a trajectory waits for; the order of `OpenRound.times`."""

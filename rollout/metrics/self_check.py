@@ -14,9 +14,9 @@ from protocols.errors import RolloutError
 from protocols.fields import SOURCE_SAMPLED, Record
 from protocols.replies import Scored
 from protocols.requests import Score
+from rollout.metrics.observer import Round
 from rollout.metrics.rounds import WHOLE
 from rollout.metrics.row import ROUND_AXIS, Row
-from rollout.observer import Round
 
 log = logging.getLogger(__name__)
 

@@ -11,16 +11,16 @@ from typing import Literal, ParamSpec, Protocol
 
 from protocols.fields import Record
 from protocols.replies import WorkerStatus
-from rollout.async_engine import AsyncEngine
+from rollout.generation.async_engine import AsyncEngine
 from rollout.metrics.gauges import Gauges
 from rollout.metrics.health import Beat
 from rollout.metrics.live import sentence
+from rollout.metrics.observer import Observer, Round
 from rollout.metrics.places import Places
 from rollout.metrics.rounds import Rounds
 from rollout.metrics.row import TIME_AXIS, Row
 from rollout.metrics.self_check import SelfCheck
-from rollout.observer import Observer, Round
-from rollout.score import Scorer
+from rollout.service.score import Scorer
 
 log = logging.getLogger(__name__)
 

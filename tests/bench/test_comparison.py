@@ -10,7 +10,7 @@ from bench.make_model import SHAPES
 from bench.measure import COPY_BANDWIDTH, Reads
 from bench.report_fields import ROOT
 from bench.workloads import workloads
-from engine.model_config import parse_model_config
+from engine.model.config import parse_model_config
 from tests.bench.results import CPU, GPU, result, write_all
 
 VLLM = ROOT / "bench" / "results" / "vllm-0.26.0"

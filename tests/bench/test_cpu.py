@@ -31,9 +31,9 @@ from bench.cpu import (
     with_engine,
     write_model,
 )
-from engine.build import load_engine
 from engine.config import EngineConfig
-from engine.model_config import ModelConfig, read_model_config
+from engine.model.config import ModelConfig, read_model_config
+from engine.start.build import load_engine
 
 
 @pytest.fixture(scope="module")

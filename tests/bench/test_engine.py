@@ -14,11 +14,11 @@ from bench.engine import engine_config, kv_bytes, main, run
 from bench.feed import Trajectory
 from bench.measure import parser
 from bench.workloads import Job, Turn, Workload, jobs, workloads
-from engine.build import load_engine
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.model_config import read_model_config
+from engine.model.config import read_model_config
 from engine.request import Completion, FinishReason
+from engine.start.build import load_engine
 
 VOCAB = 512
 

@@ -8,9 +8,9 @@ import torch
 from safetensors import safe_open
 
 from bench.make_model import SHAPES, main, make_model
-from engine.build import load_engine
 from engine.config import EngineConfig
-from engine.model_config import parse_model_config
+from engine.model.config import parse_model_config
+from engine.start.build import load_engine
 from tests.engine.real import ask
 
 

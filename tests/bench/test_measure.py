@@ -9,7 +9,7 @@ import pytest
 from bench.make_model import SHAPES
 from bench.measure import COPY_BANDWIDTH, Reads, Run, by_prefix_cache, grown, measure, model_name, table
 from bench.workloads import Turn, Workload, workloads
-from engine.model_config import parse_model_config
+from engine.model.config import parse_model_config
 
 FLAT = Workload("flat", 4 * ((Turn(100, 20),),), short=4)
 READS = Reads(weights=1000, kv_per_token=2)

@@ -13,8 +13,8 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import WeightsInvalid
 from engine.handle import EngineInfo
-from engine.model_config import ModelConfig
-from engine.recipe import EngineRecipe
+from engine.model.config import ModelConfig
+from engine.start.recipe import EngineRecipe
 from engine.step import StepPlan, WeightsInfo
 from tests.engine.host import PIECES
 from tests.fake_runner import FakeRunner, FakeTicket, FakeWeights

@@ -11,15 +11,15 @@ import numpy as np
 import torch
 
 from engine.attention.torch_paged import TorchPagedAttention
-from engine.memory import KVPool, Memory
-from engine.model import build_model
-from engine.model_config import ModelConfig, read_model_config
-from engine.ops import Ops, TorchOps
+from engine.memory.memory import KVPool, Memory
+from engine.model.config import ModelConfig, read_model_config
+from engine.model.model import build_model
+from engine.model.ops import Ops, TorchOps
 from engine.request import LOGPROB_MODES, SamplingParams
-from engine.runner import Limits, StepDevice, TorchRunner
-from engine.sampler import Sampler
+from engine.runner.torch_runner import Limits, StepDevice, TorchRunner
+from engine.sampling.sampler import Sampler
 from engine.step import ScoreChunk, SlotStart, StepPlan
-from engine.update import Weights
+from engine.weights.update import Weights
 
 CPU = torch.device("cpu")
 LIMITS = Limits(max_rows=8, max_tokens=704, max_row_blocks=44)

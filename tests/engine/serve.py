@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from engine.build import LoadedEngine, load_engine
 from engine.config import EngineConfig
 from engine.request import Completion, IntArray, Request, SamplingParams
+from engine.start.build import LoadedEngine, load_engine
 from tests.rigs import Reference
 
 GREEDY = SamplingParams(temperature=0.0)

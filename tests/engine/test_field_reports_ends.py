@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from engine.errors import PromptTooLong, RequestError, RequestTooLarge
-from engine.model_config import read_model_config
+from engine.model.config import read_model_config
 from engine.request import Completion, Request, StopRule
 from tests.engine.real import Real, ask, prompt, same, whole
 from tests.rigs import RandModel, script, write_rand, write_table

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from engine.errors import RequestError
-from engine.kv_size import kv_bytes_per_block
+from engine.memory.kv_size import kv_bytes_per_block
 from engine.request import SamplingParams
 from tests.engine.real import MODES, Real, ask, prompt, same, whole
 from tests.engine.reference_law import log_softmax, reference

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.block_pool import BlockPool
 from engine.config import BLOCK_SIZE
 from engine.errors import RequestTooLarge
 from engine.request import SamplingParams, StopRule
-from engine.scheduler import Scheduler
-from engine.slots import SlotTable
+from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.slots import SlotTable
 from tests.engine.host import Host, ask, assert_same, solo
 from tests.fake_runner import POISON
 

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from transformers import AutoTokenizer
 
 from examples.smollm2.convert import convert, hf_name, unpermute
-from rollout.tokenizer import Tokenizer
+from rollout.chat.tokenizer import Tokenizer
 from tests.engine.serve import ask, check_greedy, load, serve
 from tests.examples.gguf_files import CONTROL, MODEL, TOKENS, interleave, write_gguf
 from tests.rigs import Reference

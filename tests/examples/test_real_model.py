@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from rollout.chat.format import ChatFormat, Form
+from rollout.chat.tokenizer import Tokenizer
 from rollout.client import RolloutClient, Trajectory, TurnDone
 from rollout.local import local_worker
-from rollout.tokenizer import Tokenizer
 from tests.engine.serve import ask, load, serve
 from tests.rigs import Reference
 

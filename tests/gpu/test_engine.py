@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from engine.attention.shared import Runs, no_runs
-from engine.build import LoadedEngine, load_engine
 from engine.config import EngineConfig
-from engine.cuda_input import CudaInput
+from engine.cuda.input import CudaInput
 from engine.request import Completion, Request, SamplingParams
+from engine.start.build import LoadedEngine, load_engine
 from engine.step import StepPlan
 from tests.engine.serve import ask, ids, serve
 from tests.rigs import HF_CLASS, RandModel, Reference, write_rand

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.build import LoadedEngine, load_engine
 from engine.config import EngineConfig
 from engine.request import SamplingParams
+from engine.start.build import LoadedEngine, load_engine
 from tests.engine.serve import ask, ids, serve, update
 from tests.rigs import RandModel, write_rand, write_table
 

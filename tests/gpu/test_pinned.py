@@ -4,8 +4,8 @@ import gc
 
 import torch
 
-from engine.memory import LARGE, Memory
-from engine.pinned import pinned_bytes
+from engine.memory.memory import LARGE, Memory
+from engine.memory.pinned import pinned_bytes
 
 
 def test_large_host_memory_is_pinned_and_holds_what_is_written() -> None:

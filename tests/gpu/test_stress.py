@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.build import load_engine
 from engine.config import EngineConfig
 from engine.request import Completion, Request, SamplingParams, StopRule
+from engine.start.build import load_engine
 from tests.engine.serve import ask, ids
 from tests.rigs import write_table
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from protocols.fields import Budget, Environment, Group, ModelInfo, Sampling, ScriptedTurn
-from rollout.spec import TrajectorySpec
+from rollout.trajectory.spec import TrajectorySpec
 
 EOS = 2
 MODEL = ModelInfo(architecture="Qwen3ForCausalLM", dtype="float32", vocab_size=512, max_context=64, eos_ids=(EOS,))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic_core import PydanticUndefined
 
-from rollout.config import WorkerConfig
+from rollout.command.config import WorkerConfig
 
 README = Path(__file__).parents[2] / "README.md"
 BEGIN, END = "<!-- options:begin -->", "<!-- options:end -->"

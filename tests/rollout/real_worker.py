@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rollout.cli import parse
-from rollout.load import load
-from rollout.service import Timeouts
+from rollout.command.cli import parse
+from rollout.command.load import load
+from rollout.service.service import Timeouts
 from tests.rollout.workers import TIMEOUTS, WorkerThread
 
 

@@ -6,10 +6,10 @@ import argparse
 import sys
 import time
 
-from rollout.cli import parse, run
-from rollout.config import WorkerConfig
-from rollout.start import Loaded
-from rollout.summary import Summary
+from rollout.command.cli import parse, run
+from rollout.command.config import WorkerConfig
+from rollout.command.start import Loaded
+from rollout.command.summary import Summary
 from tests.rollout.timed_engine import TimedEngine
 from tests.rollout.workers import served
 

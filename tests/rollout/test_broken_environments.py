@@ -20,7 +20,7 @@ import pytest
 from protocols.fields import ModelInfo
 from rollout.client import RolloutClient, Trajectory
 from rollout.environments.registry import Registry
-from rollout.service import Served
+from rollout.service.service import Served
 from tests.rollout.environments.odd import Odd
 from tests.rollout.timed_engine import VOCAB
 from tests.rollout.workers import WorkerThread, eventually, worker

@@ -21,13 +21,13 @@ from protocols.errors import BadRequest, Duplicate, UnknownTrajectory
 from protocols.fields import Group, Limits, Partial, Record, Sampling
 from protocols.replies import BatchDone
 from protocols.requests import SubmitBatch
+from rollout.batches.submitted import INDEX_STRIDE
 from rollout.client import RolloutClient, Trajectory, TurnDone
 from rollout.environments.base import Environment, Step, TurnResult
-from rollout.service import Service, Timeouts
-from rollout.submitted import INDEX_STRIDE
+from rollout.service.service import Service, Timeouts
+from tests.rollout.batches.test_batches import submit, untouched
 from tests.rollout.raw_client import RawClient
 from tests.rollout.raw_client import group as raw_group
-from tests.rollout.test_batches import submit, untouched
 from tests.rollout.timed_engine import TimedEngine
 from tests.rollout.workers import WorkerThread, eventually, on_loop, served, soon, worker
 

@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import pytest
 
-from rollout.cli import parse
+from rollout.command.cli import parse
 from tests import rigs
 from tests.rollout.raw_client import RawClient, group
 from tests.rollout.workers import WorkerProcess, eventually

@@ -24,7 +24,7 @@ import pytest
 
 from engine.request import Completion, FinishReason, Request
 from rollout.local import local_worker
-from rollout.service import Timeouts
+from rollout.service.service import Timeouts
 from tests import rigs
 from tests.rollout.raw_client import ARRAY, RawClient, group
 from tests.rollout.timed_engine import TimedEngine, reply_ids

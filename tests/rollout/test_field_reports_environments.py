@@ -20,7 +20,7 @@ from protocols.fields import ModelInfo
 from rollout.client import RolloutClient, Trajectory
 from rollout.environments.base import Context, Environment, Step, TurnResult
 from rollout.environments.registry import Registry
-from rollout.service import Served
+from rollout.service.service import Served
 from tests.rollout.environments import foreign
 from tests.rollout.forking import Forking
 from tests.rollout.raw_client import RawClient, group

@@ -474,7 +474,7 @@ def storm(address: str, count: int, hello: bool) -> None:
 
 
 def test_libzmq_2020_clients_that_come_and_go_leave_nothing_behind() -> None:
-    from rollout.service import Timeouts
+    from rollout.service.service import Timeouts
 
     timeouts = Timeouts(client=0.2, drain=1.0, ack=1.0)
     with worker(TimedEngine(), timeouts=timeouts) as served, unharmed(served.address):

@@ -15,7 +15,7 @@ import pytest
 from protocols.fields import Environment as Environ
 from rollout.client import RolloutClient
 from rollout.environments.base import Context, Environment, Step, TurnResult
-from rollout.service import Timeouts
+from rollout.service.service import Timeouts
 from tests import rigs
 from tests.rollout.raw_client import RawClient, group
 from tests.rollout.real_worker import real_worker

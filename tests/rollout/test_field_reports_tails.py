@@ -13,9 +13,9 @@ import pytest
 from engine.request import Completion, Request
 from rollout.client import RolloutClient, Trajectory
 from rollout.environments.base import Context, Environment, Step, TurnResult
+from tests.rollout.batches.test_batches import untouched
 from tests.rollout.raw_client import RawClient
 from tests.rollout.raw_client import group as raw_group
-from tests.rollout.test_batches import untouched
 from tests.rollout.timed_engine import TimedEngine
 from tests.rollout.workers import eventually, served, worker
 

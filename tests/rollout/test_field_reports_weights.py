@@ -15,9 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rollout.cli import parse
-from rollout.load import load
-from rollout.start import StartError
+from rollout.command.cli import parse
+from rollout.command.load import load
+from rollout.command.start import StartError
 from tests import rigs
 from tests.rollout.raw_client import RawClient, group
 from tests.rollout.real_worker import real_worker

@@ -14,12 +14,12 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.thread import ThreadEngine
+from engine.handles.thread import ThreadEngine
 from protocols.fields import Record
-from rollout.async_engine import AsyncEngine
 from rollout.environments.base import Context, Environment, Step, TurnResult
 from rollout.environments.guard import Patience
-from rollout.rollout import Rollout
+from rollout.generation.async_engine import AsyncEngine
+from rollout.trajectory.rollout import Rollout
 from tests.fake_runner import FakeRunner, FakeWeights
 from tests.rollout.build import MODEL, group, run, spec
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from rollout.cli import main, parse
-from rollout.config import WorkerConfig, flag
-from rollout.logs import JsonFormatter
-from tests.engine.test_log_line import record_of
+from rollout.command.cli import main, parse
+from rollout.command.config import WorkerConfig, flag
+from rollout.command.logs import JsonFormatter
+from tests.engine.handles.test_log_line import record_of
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/worker.yaml"

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.build import load_engine
 from engine.config import EngineConfig
 from engine.errors import EngineError, OutOfMemory, WeightsIncomplete, WeightsInvalid
-from engine.memory import Memory, within_memory
-from rollout import load as loading
-from rollout.advice import advice
-from rollout.cli import main, run
-from rollout.config import WorkerConfig
-from rollout.start import Loaded
+from engine.memory.memory import Memory, within_memory
+from engine.start.build import load_engine
+from rollout.command import load as loading
+from rollout.command.advice import advice
+from rollout.command.cli import main, run
+from rollout.command.config import WorkerConfig
+from rollout.command.start import Loaded
 from tests import rigs
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n"
@@ -33,8 +33,8 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def _apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLOUT_WORKER_METRICS_FILE", str(tmp_path / "metrics.jsonl"))
-    monkeypatch.setattr("rollout.cli.set_up_logs", lambda *_: None)
-    monkeypatch.setattr("rollout.cli.signal.signal", lambda *_: None)
+    monkeypatch.setattr("rollout.command.cli.set_up_logs", lambda *_: None)
+    monkeypatch.setattr("rollout.command.cli.signal.signal", lambda *_: None)
 
 
 def config_with(path: Path, **change: object) -> None:
@@ -147,7 +147,7 @@ def test_a_gpu_that_is_not_there(
     path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(
-        "rollout.gpu.lacking", lambda: "flashinfer is not installed: pip install 'rollout-worker[cuda]'"
+        "rollout.command.gpu.lacking", lambda: "flashinfer is not installed: pip install 'rollout-worker[cuda]'"
     )
     line = said(capsys, "--device", "cuda", weights=path)
     assert line == (
@@ -165,7 +165,7 @@ def test_a_gpu_that_is_not_there(
 def test_weights_that_the_host_has_no_memory_for_are_refused_before_they_are_read(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.build.host_bytes", lambda: 1_000_000)
+    monkeypatch.setattr("engine.start.build.host_bytes", lambda: 1_000_000)
     with pytest.raises(OutOfMemory) as caught:
         load_engine(path, EngineConfig(max_running=2, max_step_tokens=32, max_context=64))
     assert advice(caught.value) == (

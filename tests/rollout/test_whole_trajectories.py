@@ -14,15 +14,15 @@ import pytest
 
 from engine.config import BLOCK_SIZE, EngineConfig
 from engine.engine import Engine
+from engine.handles.thread import ThreadEngine
 from engine.step import StepPlan
-from engine.thread import ThreadEngine
 from protocols.fields import Status
-from rollout.admission import kv_candidate, kv_key
+from rollout.batches.admission import kv_candidate, kv_key
+from rollout.batches.kv_budget import KvBudget
 from rollout.environments.base import Context, Environment, Step, TurnResult
-from rollout.kv_budget import KvBudget
 from tests.fake_runner import FakeRunner, FakeTicket, FakeWeights
+from tests.rollout.batches.test_admission import Queue
 from tests.rollout.raw_client import RawClient, group
-from tests.rollout.test_admission import Queue
 from tests.rollout.workers import WorkerThread, eventually, served, worker
 
 TURNS = 4

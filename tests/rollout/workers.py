@@ -19,10 +19,10 @@ from typing import Any, ParamSpec
 import pytest
 
 from protocols.fields import Limits, ModelInfo
-from rollout.channel import Channel
 from rollout.environments.registry import Registry
-from rollout.observer import Observer
-from rollout.service import Served, Service, Timeouts
+from rollout.metrics.observer import Observer
+from rollout.service.service import Served, Service, Timeouts
+from rollout.wire.channel import Channel
 from tests.rollout.timed_engine import VOCAB, TimedEngine
 
 LIMITS = Limits()

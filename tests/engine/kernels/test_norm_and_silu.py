@@ -5,7 +5,7 @@ import torch
 
 from engine.kernels.norm import add_rms_norm, rms_norm
 from engine.kernels.silu_mul import silu_mul
-from engine.ops import TorchOps
+from engine.model.ops import TorchOps
 
 
 def draw(rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine.kernels.qk_norm_rope_write import qk_norm_rope_write
-from engine.ops import TorchOps
+from engine.model.ops import TorchOps
 
 BLOCKS = 5
 

@@ -6,11 +6,11 @@ import torch
 import triton
 import triton.language as tl
 
-from engine import noise as twin
 from engine.kernels import noise
 from engine.kernels.sample import sample_plain
 from engine.request import SamplingParams
-from engine.sampler import Sampler
+from engine.sampling import noise as twin
+from engine.sampling.sampler import Sampler
 from engine.step import NONFINITE, SlotStart
 
 

@@ -15,12 +15,12 @@ from protocols.fields import Environment, Record
 from rollout.client import RolloutClient
 from rollout.environments.base import Environment as Base
 from rollout.environments.registry import Registry
-from rollout.service import Served
-from rollout.tokens import MAX_SEGMENTS
+from rollout.service.service import Served
 from rollout.tools.environment import ToolEnvironment
 from rollout.tools.results import LIMIT
 from rollout.tools.run import DEADLINE_S, MAX_CALLS
 from rollout.tools.tool import Tool
+from rollout.trajectory.tokens import MAX_SEGMENTS
 from tests.rollout.chat.test_wire import MODEL
 from tests.rollout.chat.tiny import chat, tokenizer
 from tests.rollout.timed_engine import TimedEngine

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rollout.chat.errors import ChatError
 from rollout.chat.format import ChatFormat
 from rollout.chat.template import ChatTemplate
-from rollout.tokenizer import Tokenizer
+from rollout.chat.tokenizer import Tokenizer
 from tests.rollout.chat.tiny import COUNTING, PLAIN, SPECIAL, THINKING, WORDS, chat, ids, tokenizer
 
 TOOLS = ({"type": "function", "function": {"name": "lookup", "parameters": {"type": "object", "a<b": "é"}}},)

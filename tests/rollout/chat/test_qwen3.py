@@ -12,15 +12,15 @@ import pytest
 from transformers import AutoTokenizer
 
 from protocols.fields import SOURCE_SAMPLED, Budget, Environment, Group, Record, Sampling, Template
-from rollout.async_engine import AsyncEngine
 from rollout.chat.errors import ChatError
 from rollout.chat.format import ChatFormat
 from rollout.chat.messages import checked_messages
 from rollout.chat.template import ChatTemplate
+from rollout.chat.tokenizer import Tokenizer
 from rollout.environments.base import Context, Step, TurnResult
 from rollout.environments.base import Environment as Base
-from rollout.rollout import Rollout
-from rollout.tokenizer import Tokenizer
+from rollout.generation.async_engine import AsyncEngine
+from rollout.trajectory.rollout import Rollout
 from tests.rollout.build import MODEL, spec
 from tests.rollout.chat.qwen3 import cases, qwen3, templates
 from tests.rollout.stub_engine import StubEngine, completed

@@ -16,7 +16,7 @@ from rollout.chat.template import ChatTemplate
 from rollout.client import RolloutClient, Trajectory
 from rollout.environments.base import Context, Environment, Step, TurnResult
 from rollout.environments.registry import Registry
-from rollout.service import Served
+from rollout.service.service import Served
 from rollout.tools.environment import ToolEnvironment
 from tests.rollout.chat.tiny import COUNTING, chat, ids, tokenizer
 from tests.rollout.raw_client import RawClient

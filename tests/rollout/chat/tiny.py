@@ -9,7 +9,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from rollout.chat.format import ChatFormat
 from rollout.chat.template import ChatTemplate
-from rollout.tokenizer import Tokenizer
+from rollout.chat.tokenizer import Tokenizer
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 WORDS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")

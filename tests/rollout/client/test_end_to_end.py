@@ -18,7 +18,7 @@ import pytest
 
 from protocols import BadRequest, ConnectionLost, PrefixMismatch, ShuttingDown, TurnDone, WeightsInvalid
 from rollout.client import AsyncRolloutClient, RolloutClient, Trajectory, sampling, turn
-from rollout.service import Timeouts
+from rollout.service.service import Timeouts
 from tests.rollout.timed_engine import TimedEngine, reply_ids, reply_logprobs
 from tests.rollout.workers import LIMITS, ROOT, WorkerProcess, WorkerThread, eventually, worker
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine.update import weights_digest
+from engine.weights.update import weights_digest
 from protocols.errors import BadRequest, ConnectionLost, Timeout, WeightsIncomplete, WeightsInvalid
 from rollout.client import AsyncRolloutClient, ClientClosed, RolloutClient
 from rollout.client.push import EMBEDDING, HEAD, PushedWeights, hf_name, hf_tensors, write_weights

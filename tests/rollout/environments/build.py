@@ -11,8 +11,8 @@ import numpy as np
 from protocols.fields import Budget, Record, Times, Turn
 from rollout.environments.base import Context, Environment, Rewards, Step, TurnResult
 from rollout.environments.guard import Guard, Patience
-from rollout.spec import End
-from rollout.trajectory import Trajectory
+from rollout.trajectory.spec import End
+from rollout.trajectory.trajectory import Trajectory
 from tests.rollout.build import MODEL, group, ids, spec
 
 PATIENCE = Patience(5.0, 5.0, 5.0)

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 
 from protocols.fields import STATUS_OF
-from rollout.async_engine import AsyncEngine
-from rollout.rollout import Rollout
-from rollout.tokenizer import Tokenizer
+from rollout.chat.tokenizer import Tokenizer
+from rollout.generation.async_engine import AsyncEngine
+from rollout.trajectory.rollout import Rollout
 from tests import rigs
 from tests.rollout.build import MODEL, group, run, spec
 from tests.rollout.chat import tiny
+from tests.rollout.chat.test_tokenizer import byte_level
 from tests.rollout.environments.adapters.play import play, text
 from tests.rollout.stub_engine import StubEngine, completed
-from tests.rollout.test_tokenizer import byte_level
 from tests.rollout.workers import WorkerProcess
 
 TEXT = (Path(__file__).parents[3] / "docs" / "environments.md").read_text()

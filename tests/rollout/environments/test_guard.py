@@ -15,7 +15,7 @@ from protocols.fields import Record
 from rollout.environments import guard as guard_module
 from rollout.environments.base import Context, Environment, Observation, Rewards, Step, TurnResult
 from rollout.environments.guard import Patience
-from rollout.spec import Answer, End
+from rollout.trajectory.spec import Answer, End
 from tests.rollout.build import run
 from tests.rollout.environments.build import TURN, Fake, context, draft, for_ever, guarded, opened, raise_
 

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 
 from protocols import fields
+from rollout.chat.tokenizer import Tokenizer
 from rollout.environments.base import Context, Rewards
 from rollout.environments.guard import Guard, Patience
 from rollout.environments.registry import Registry
-from rollout.spec import Answer, End
-from rollout.tokenizer import Tokenizer
+from rollout.trajectory.spec import Answer, End
 from tests.rollout.build import run
+from tests.rollout.chat.test_tokenizer import byte_level
 from tests.rollout.environments import odd
 from tests.rollout.environments.build import TURN, context, draft, guarded
-from tests.rollout.test_tokenizer import byte_level
 
 PATIENCE = Patience(5.0, 5.0, 1.0)
 

@@ -13,7 +13,7 @@ from rollout.environments.base import TurnResult
 from rollout.environments.registry import ENTRY_POINTS, Registry
 from rollout.environments.remote import Remote
 from rollout.environments.scripted import Scripted
-from rollout.spec import Answer
+from rollout.trajectory.spec import Answer
 from tests.rollout.build import run, script
 from tests.rollout.environments.build import TURN, Fake, context, guarded
 

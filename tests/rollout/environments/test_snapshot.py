@@ -11,7 +11,7 @@ from protocols import fields
 from rollout.environments.base import Rewards
 from rollout.environments.guard import Guard
 from rollout.environments.registry import Registry
-from rollout.spec import Answer, End
+from rollout.trajectory.spec import Answer, End
 from tests.rollout.build import run, script
 from tests.rollout.environments import odd
 from tests.rollout.environments.build import TURN, context, draft, guarded

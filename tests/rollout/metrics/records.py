@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from protocols.fields import STATUS_OF, Failure, Record, Sampling, Segment, Times, TrajectoryReason, Turn
-from rollout.observer import Round
+from rollout.metrics.observer import Round
 
 NOW = 100.0
 ROUND = Round("session", "batch", 7, NOW)

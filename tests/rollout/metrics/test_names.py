@@ -3,7 +3,7 @@ from __future__ import annotations
 import re
 
 from protocols.fields import STATUS_OF
-from rollout.config import WorkerConfig
+from rollout.command.config import WorkerConfig
 from rollout.metrics.names import NAMES
 from tests.rollout.metrics import names_table
 

@@ -6,8 +6,8 @@ import pytest
 
 from protocols.fields import Record
 from rollout.metrics.names import FINISH, NAMES
+from rollout.metrics.observer import Round
 from rollout.metrics.rounds import PARTS, Rounds
-from rollout.observer import Round
 from tests.rollout.metrics.records import NOW, ROUND, record
 
 

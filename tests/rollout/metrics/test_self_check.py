@@ -12,12 +12,12 @@ from protocols.errors import EngineDead
 from protocols.fields import Record
 from protocols.replies import Scored
 from protocols.requests import Score
-from rollout.cli import parse
 from rollout.client import RolloutClient
-from rollout.load import load
+from rollout.command.cli import parse
+from rollout.command.load import load
+from rollout.metrics.observer import Round
 from rollout.metrics.row import ROUND_AXIS, Row
 from rollout.metrics.self_check import NAME, WAITING, SelfCheck, question
-from rollout.observer import Round
 from tests import rigs
 from tests.rollout.metrics.records import ROUND, record
 from tests.rollout.metrics.test_watch import Watched

@@ -9,12 +9,12 @@ from typing import Any
 from engine.request import Completion, Request
 from protocols.fields import Budget, Environment, Group, Record, Sampling, Template
 from protocols.requests import SubmitBatch
-from rollout.async_engine import AsyncEngine
 from rollout.chat.accept import with_prompts
 from rollout.chat.format import ChatFormat
 from rollout.environments.pool import Pool
-from rollout.rollout import Rollout
+from rollout.generation.async_engine import AsyncEngine
 from rollout.tools.environment import ToolEnvironment, placed
+from rollout.trajectory.rollout import Rollout
 from tests.rollout.build import MODEL, spec
 from tests.rollout.chat.tiny import THINKING, chat, ids, tokenizer
 from tests.rollout.stub_engine import StubEngine, completed

@@ -141,8 +141,8 @@ def test_ids_are_refused_where_it_would_go_on_in_messages() -> None:
 
     group = chat_group()
     bare = group.model_copy(update={"messages": None, "prompt": rendered(group, Direct).prompt})
-    from rollout.async_engine import AsyncEngine
-    from rollout.rollout import Rollout
+    from rollout.generation.async_engine import AsyncEngine
+    from rollout.trajectory.rollout import Rollout
     from tests.rollout.build import spec
     from tests.rollout.stub_engine import StubEngine
     from tests.rollout.tools.play import CONTEXT

@@ -7,12 +7,12 @@ from typing import Any
 
 from protocols.fields import Budget, Environment, Group, ModelInfo, Record, Sampling
 from protocols.requests import SubmitBatch
-from rollout.async_engine import AsyncEngine
 from rollout.chat.accept import with_prompts
 from rollout.environments.base import EnvironmentFactory
 from rollout.environments.isolated import Isolated
 from rollout.environments.registry import Registry
-from rollout.rollout import Rollout
+from rollout.generation.async_engine import AsyncEngine
+from rollout.trajectory.rollout import Rollout
 from tests.rollout.build import run, spec
 from tests.rollout.chat.tiny import PLAIN, chat, tokenizer
 from tests.rollout.stub_engine import StubEngine, completed

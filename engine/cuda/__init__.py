@@ -1,0 +1,7 @@
+"""The runner of a GPU.
+
+input        plans in pinned memory, copied without waiting
+ops          the decoder's functions as kernels
+graphs       decode steps, recorded
+runner       a step
+"""

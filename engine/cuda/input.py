@@ -1,0 +1,189 @@
+"""A `StepPlan` packed for the GPU: one pinned buffer, one copy, every array of the step at a known place.
+
+Arrays with one entry a row lie at fixed addresses, so that a captured graph finds them there whatever the step; block
+ids follow, and the tokens of prefill rows come last, behind what the step used. The device's buffer is one for all
+steps, since copies and kernels run in stream order. A pinned buffer is written again only after the step that it
+fed was waited for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.attention.shared import MEMBERS, Runs, find_runs, no_runs
+from engine.attention.split import capacity, cut, most_runs
+from engine.config import BLOCK_SIZE
+from engine.memory.memory import Memory
+from engine.runner.input import token_places
+from engine.sampling.sampler import PlainLaw
+from engine.step import StepPlan
+
+_KINDS = {
+    "slots": torch.int64,
+    "positions": torch.int64,
+    "write_slots": torch.int64,
+    "sample_slots": torch.int64,
+    "keys": torch.int64,
+    "block_indptr": torch.int32,
+    "first_tiles": torch.int32,
+    "tile_counts": torch.int32,
+    "seats": torch.int32,
+    "members": torch.int32,
+    "tile_owners": torch.int32,
+    "tile_starts": torch.int32,
+    "tile_stops": torch.int32,
+    "temperature": torch.float32,
+    "greedy": torch.bool,
+    "block_ids": torch.int32,
+}
+"""The fixed arrays in the order in which they lie in the buffer. keys has five entries a row."""
+
+_ALIGNMENT = 16
+_NOTHING_SHARED = (np.empty(0, np.int32), no_runs(0))
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Of an eager step with T tokens and S sampling rows, on the device, behind its block ids.
+
+    token_ids: int64[T - num_decode], of the prefill rows. positions, write_slots: int64[T].
+    sample_tokens: int64[S], places among the T tokens. split: attention cut decode rows into parts.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    write_slots: Tensor
+    sample_tokens: Tensor
+    split: bool
+
+
+class CudaInput:
+    """The input arrays on the device, and a ring of pinned buffers that feed them.
+
+    fixed: name -> view of the device's buffer, at full capacity (`_KINDS`), rows + 1 of them: the last is for padding.
+    """
+
+    def __init__(self, max_rows: int, max_tokens: int, max_blocks: int, ring: int, memory: Memory) -> None:
+        self.padding_slot = max_rows
+        sizes = dict.fromkeys(_KINDS, max_rows + 1)
+        sizes |= {
+            "keys": 5 * max_rows,
+            "block_ids": max_blocks,
+            "block_indptr": max_rows + 2,
+            "members": most_runs(max_rows) * MEMBERS,
+        }
+        sizes |= dict.fromkeys(("first_tiles", "tile_counts"), max_rows + 1 + most_runs(max_rows))
+        sizes |= dict.fromkeys(("tile_owners", "tile_starts", "tile_stops"), capacity(max_rows))
+        offsets, end = {}, 0
+        for name, kind in _KINDS.items():
+            offsets[name] = end
+            end = _aligned(end + sizes[name] * kind.itemsize)
+        self._blocks_start = offsets["block_ids"]
+        size = end + _aligned(8 * max_tokens) * 3 + _aligned(8 * max_rows)
+        self._device = memory.allocate(size, "step input")
+        self._hosts = [memory.allocate(size, "step input", host=True, pinned=True) for _ in range(ring)]
+
+        def views(buffer: Tensor) -> dict[str, Tensor]:
+            spans = (
+                (name, offsets[name], offsets[name] + sizes[name] * kind.itemsize) for name, kind in _KINDS.items()
+            )
+            return {name: buffer[start:stop].view(_KINDS[name]) for name, start, stop in spans}
+
+        self.fixed = views(self._device)
+        self._host_views = [{name: view.numpy() for name, view in views(host).items()} for host in self._hosts]
+        for host in self._host_views:
+            for array in host.values():
+                array[...] = 0
+        self._device.zero_()
+        self._sharing = _NOTHING_SHARED
+
+    def pack_decode(self, ring: int, plan: StepPlan, law: PlainLaw | None, rows: int) -> bool:
+        """A step of decode rows only, padded to `rows`: padding rows use the padding slot and the dummy block.
+
+        Does attention cut rows into parts?
+        """
+        host = self._host_views[ring]
+        used = plan.num_rows
+        blocks = plan.block_ids[plan.block_indptr[:-1] + plan.context_lens // BLOCK_SIZE].astype(np.int64)
+        host["positions"][:used] = plan.context_lens
+        host["write_slots"][:used] = blocks * BLOCK_SIZE + plan.context_lens % BLOCK_SIZE
+        for name, padding in (("slots", self.padding_slot), ("positions", 0), ("write_slots", 0)):
+            host[name][used:rows] = padding
+        split = self._pack_rows(host, plan, law, rows)
+        self._copy(ring, self._blocks_start + plan.block_ids.nbytes)
+        return split
+
+    def pack_eager(self, ring: int, plan: StepPlan, law: PlainLaw | None) -> Tokens:
+        """Any step, unpadded."""
+        host = self._host_views[ring]
+        begins, positions, write_slots = token_places(plan)
+        split = self._pack_rows(host, plan, law, plan.num_decode)
+        arrays = (plan.token_ids, positions, write_slots, (begins + plan.query_lens)[plan.samples] - 1)
+        raw, end = self._hosts[ring].numpy(), _aligned(self._blocks_start + plan.block_ids.nbytes)
+        views = []
+        for array in arrays:
+            stop = end + 8 * len(array)
+            raw[end:stop].view(np.int64)[:] = array
+            views.append(self._device[end:stop].view(torch.int64))
+            end = _aligned(stop)
+        self._copy(ring, end)
+        token_ids, on_positions, on_write_slots, sample_tokens = views
+        return Tokens(token_ids, on_positions, on_write_slots, sample_tokens, split)
+
+    def _pack_rows(
+        self, host: dict[str, npt.NDArray[np.generic]], plan: StepPlan, law: PlainLaw | None, decode_rows: int
+    ) -> bool:
+        used, decodes = plan.num_rows, plan.num_decode
+        host["slots"][:used] = plan.slots
+        host["block_indptr"][: used + 1] = plan.block_indptr
+        host["block_indptr"][used + 1 : decode_rows + 1] = plan.block_indptr[-1]
+        host["block_ids"][: len(plan.block_ids)] = plan.block_ids
+        split = self._pack_tiles(host, plan, decode_rows) if decodes else False
+        sampling = plan.slots[plan.samples]
+        host["sample_slots"][: len(sampling)] = sampling
+        if law is not None:
+            host["temperature"][: len(sampling)] = law.temperature
+            host["greedy"][: len(sampling)] = law.greedy
+            host["keys"][: 5 * len(sampling)] = law.keys.reshape(-1)
+        return split
+
+    def _pack_tiles(self, host: dict[str, npt.NDArray[np.generic]], plan: StepPlan, rows: int) -> bool:
+        """rows: of the step, padding included; its runs own tiles as rows beyond that. Is any row cut?"""
+        decodes = plan.num_decode
+        runs = self._runs(plan, most_runs(rows))
+        before = runs.before(decodes)
+        tiles = cut(np.concatenate((plan.context_lens[:decodes] + 1 - before, runs.lengths)), capacity(rows))
+        skipped = np.concatenate((before, np.zeros_like(runs.lengths)))[tiles.rows]
+        host["tile_owners"][: len(tiles.rows)] = tiles.rows + (rows - decodes) * (tiles.rows >= decodes)
+        host["tile_starts"][: len(tiles.rows)] = tiles.starts + skipped
+        host["tile_stops"][: len(tiles.rows)] = tiles.stops + skipped
+        for name, array in (("first_tiles", tiles.firsts), ("tile_counts", tiles.counts)):
+            host[name][:decodes] = array[:decodes]
+            host[name][rows : rows + len(runs.lengths)] = array[decodes:]
+        host["seats"][:decodes] = runs.seats
+        host["members"][: runs.members.size] = runs.members.reshape(-1)
+        return bool(tiles.counts.max() > 1)
+
+    def _runs(self, plan: StepPlan, most: int) -> Runs:
+        """Blocks are only ever appended to running rows, so the same rows as in the step before share the same."""
+        slots = plan.slots[: plan.num_decode]
+        if not most:
+            self._sharing = _NOTHING_SHARED
+            return no_runs(len(slots))
+        before, runs = self._sharing
+        if plan.starts or len(runs.lengths) > most or not np.array_equal(slots, before):
+            runs = find_runs(plan.block_indptr[: plan.num_decode + 1], plan.block_ids, most)
+            self._sharing = (slots.copy(), runs)
+        return runs
+
+    def _copy(self, ring: int, end: int) -> None:
+        self._device[:end].copy_(self._hosts[ring][:end], non_blocking=True)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

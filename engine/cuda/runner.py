@@ -1,0 +1,192 @@
+"""The device side of a step on an NVIDIA GPU. Nothing in `launch` waits for the device.
+
+A step of decode rows is one graph replay, whatever else is an eager forward; the sampler follows, and the results
+are copied into pinned memory behind an event that `wait` waits for. Everything runs on one stream, in launch order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.attention.flashinfer_paged import PagedPrefill
+from engine.attention.paged_step import DecodeStep, MixedStep
+from engine.attention.split import capacity
+from engine.cuda.graphs import DecodeGraphs, buckets
+from engine.cuda.input import CudaInput
+from engine.kernels.paged_decode import DecodeScratch
+from engine.kernels.sample import sample_plain
+from engine.memory.memory import KVPool, Memory
+from engine.model.model import Model, forward, head
+from engine.request import IntArray
+from engine.runner.input import prompt_scores
+from engine.runner.result_buffer import ResultBuffer, StepResult, owned
+from engine.runner.ring import RING, Ring, RingTicket
+from engine.runner.torch_runner import Limits
+from engine.sampling.prompt_scores import score_prompt
+from engine.sampling.sampler import PlainLaw, Sampler
+from engine.start.progress import Progress, silent
+from engine.step import StepOutput, StepPlan
+
+DecodeChoice = Literal["graph", "eager"]
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """How a step went. bucket: of the graph that ran, None for an eager step. split: attention cut rows into parts."""
+
+    bucket: int | None
+    split: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step on its way: its results are whole in pinned memory once `done` has passed.
+
+    plain: int32[5, S] of `sample_plain`, where that sampled; `output` has only scores then.
+    """
+
+    done: torch.cuda.Event
+    plain: Tensor | None
+    output: StepOutput
+    path: Path
+
+
+class CudaRunner:
+    """`Runner` on one GPU. decode: "graph", or "eager" to capture none."""
+
+    def __init__(
+        self,
+        model: Model,
+        kv: KVPool,
+        sampler: Sampler,
+        limits: Limits,
+        memory: Memory,
+        decode: DecodeChoice = "graph",
+        progress: Progress = silent,
+    ) -> None:
+        config, device = model.config, memory.device
+        self.model = model
+        self.kv = kv
+        self._sampler = sampler
+        rows = limits.max_rows
+        self._input = CudaInput(rows, limits.max_tokens, rows * limits.max_row_blocks, RING, memory)
+        self._last_token = torch.zeros(rows + 1, dtype=torch.int64, device=device)
+        # Shared by all graphs: a tensor for each would add up to gigabytes.
+        self._logits = torch.empty(rows, config.vocab_size, dtype=torch.float32, device=device)
+        self._scratch = DecodeScratch(
+            capacity(rows), rows, config.num_heads, config.num_kv_heads, config.head_dim, device
+        )
+        self._prefill = PagedPrefill(config, kv.keys[0].dtype, memory, RING)
+        self._results = [ResultBuffer(rows, limits.max_tokens, memory) for _ in range(RING)]
+        self._plain_results = [
+            memory.allocate(5 * 4 * rows, "step results", host=True, pinned=True).view(torch.int32) for _ in range(RING)
+        ]
+        self._ring = Ring()
+        self._flying: deque[Launched] = deque()
+        self.graphs = DecodeGraphs(buckets(rows) if decode == "graph" else (), self._decode, progress)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.kv.num_blocks
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.config.vocab_size
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> RingTicket:
+        """Start a step. Raises `RuntimeError` with `RING` steps launched and none of them waited for."""
+        ring = self._ring.claim()
+        for start in plan.starts:
+            self._sampler.start(start)
+        slots = plan.slots[plan.samples]
+        positions = (plan.context_lens + plan.query_lens)[plan.samples]
+        law = self._sampler.plain(slots, positions)
+        logits, scores, path = self._forward(ring, plan, law)
+        self._flying.append(self._sample(ring, logits, scores, law, slots, positions, path))
+        return self._ring.launch(self._finish)
+
+    def _finish(self) -> StepOutput:
+        step = self._flying.popleft()
+        step.done.synchronize()
+        bucket, split = step.path.bucket, step.path.split
+        output = replace(owned(step.output), graph=bucket is not None, split=split)
+        if step.plain is not None:
+            bits = step.plain.numpy().copy()
+            output = replace(
+                output, token_ids=bits[0], flags=bits[1].astype(np.uint8), logprobs=bits[2:].view(np.float32)
+            )
+        return output if bucket is None else replace(output, padding_rows=bucket - len(output.token_ids))
+
+    def _forward(self, ring: int, plan: StepPlan, law: PlainLaw | None) -> tuple[Tensor, tuple[Tensor, ...], Path]:
+        """Logits fp32[S, vocab] of the sampling rows, and the prompt logprobs of the scored ones."""
+        bucket = self.graphs.bucket(plan.num_rows) if plan.num_decode == plan.num_rows else None
+        if bucket is not None:
+            split = self._input.pack_decode(ring, plan, law, bucket)
+            return self.graphs.replay(bucket)[: plan.num_rows], (), Path(bucket, split)
+        return self._eager(ring, plan, law)
+
+    def _decode(self, rows: int) -> Tensor:
+        """A decode step of `rows` rows over the fixed input arrays: what a graph captures."""
+        fixed = self._input.fixed
+        ids = self._last_token.index_select(0, fixed["slots"][:rows])
+        attention = DecodeStep.of(fixed, rows, self._scratch)
+        residual = forward(self.model, ids, fixed["positions"][:rows], fixed["write_slots"][:rows], attention, self.kv)
+        return head(self.model, residual, out=self._logits[:rows])
+
+    def _eager(self, ring: int, plan: StepPlan, law: PlainLaw | None) -> tuple[Tensor, tuple[Tensor, ...], Path]:
+        tokens = self._input.pack_eager(ring, plan, law)
+        fixed, decodes = self._input.fixed, plan.num_decode
+        decode = DecodeStep.of(fixed, decodes, self._scratch) if decodes else None
+        prefill = None
+        if decodes < plan.num_rows:
+            indptr = plan.block_indptr[decodes:]
+            blocks = fixed["block_ids"][int(indptr[0]) : int(indptr[-1])]
+            queries = plan.query_lens[decodes:]
+            prefill = self._prefill.plan(queries, plan.context_lens[decodes:] + queries, indptr - indptr[0], blocks)
+        decoding = self._last_token.index_select(0, fixed["slots"][:decodes])
+        ids = torch.cat((decoding, tokens.token_ids))
+        attention = MixedStep(decode, prefill)
+        residual = forward(self.model, ids, tokens.positions, tokens.write_slots, attention, self.kv)
+        scores = tuple(score_prompt(self.model, self._sampler, score, residual) for score in prompt_scores(plan))
+        path = Path(None, tokens.split)
+        if not len(tokens.sample_tokens):
+            return residual.new_empty(0, self.vocab_size, dtype=torch.float32), scores, path
+        return head(self.model, residual, tokens.sample_tokens), scores, path
+
+    def _sample(
+        self,
+        ring: int,
+        logits: Tensor,
+        scores: tuple[Tensor, ...],
+        law: PlainLaw | None,
+        slots: IntArray,
+        positions: IntArray,
+        path: Path,
+    ) -> Launched:
+        rows, fixed = len(slots), self._input.fixed
+        plain = sampled = None
+        if rows and law is not None:
+            results = sample_plain(
+                logits,
+                fixed["temperature"],
+                fixed["greedy"],
+                fixed["keys"],
+                fixed["sample_slots"],
+                self._last_token,
+            )
+            plain = self._plain_results[ring][: 5 * rows].view(5, rows)
+            plain.copy_(results, non_blocking=True)
+        if rows and law is None:
+            sampled = self._sampler.sample(logits, slots, positions)
+            self._last_token.index_copy_(0, fixed["sample_slots"][:rows], sampled.token_ids)
+        output = self._results[ring].fill(StepResult(sampled, scores))
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+        return Launched(done, plain, output, path)

@@ -1,0 +1,75 @@
+"""May a returned record go on? Its group says what it is, the record what it has: the two must be of one trajectory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from protocols.errors import BadRequest
+from protocols.fields import Environment, Group, ModelInfo, Partial, Record, Turn
+from protocols.requests import SubmitBatch
+from rollout.environments.checks import outside_of
+from rollout.environments.isolated import can_snapshot
+from rollout.trajectory.trajectory import ABORTED
+
+
+def check_partials(submit: SubmitBatch, *, model: ModelInfo, resolve: Callable[[Environment], object]) -> None:
+    """Raises BadRequest with the path of the first field that does not fit."""
+    homes = {
+        name: (group, index)
+        for group in submit.groups
+        for name, index in zip(
+            group.trajectory_ids, group.sample_indices or range(len(group.trajectory_ids)), strict=True
+        )
+    }
+    for i, record in enumerate(submit.partials):
+        if record.trajectory_id not in homes:
+            raise BadRequest("is in no group of this submit, or twice here", field=f"partials[{i}].trajectory_id")
+        group, index = homes.pop(record.trajectory_id)
+        try:
+            _check(record, group, index, model, resolve)
+        except BadRequest as error:
+            raise BadRequest(error.message, field=f"partials[{i}].{error.field}") from None
+
+
+def _check(
+    record: Record, group: Group, index: int, model: ModelInfo, resolve: Callable[[Environment], object]
+) -> None:
+    if record.partial is None:
+        raise BadRequest(f"this record, {record.finish_reason}, is not one that can go on", field="partial")
+    (segment,) = record.segments
+    prompt = segment.token_ids[: len(group.prompt)]
+    for field, fits in (
+        ("group_id", record.group_id == group.id),
+        ("sample_index", record.sample_index == index),
+        ("sampling", record.sampling == group.sampling and record.sampling.seed is not None),
+        ("segments[0].token_ids", group.messages is None and np.array_equal(prompt, group.prompt)),
+        ("segments[0].more_logprobs", (*segment.more_logprobs,) == group.sampling.logprobs[1:]),
+        ("segments[0].turns", [turn.index for turn in segment.turns] == list(range(len(segment.turns)))),
+        ("partial.answered", bool(segment.turns) or record.partial.answered),
+        ("partial.max_tokens", _has_budget_left(record.partial, segment.turns)),
+    ):
+        if not fits:
+            raise BadRequest(f"is not that of its trajectory in group {group.id!r}", field=field)
+    if (at := outside_of(segment.token_ids, model.vocab_size)) is not None:
+        raise BadRequest(f"id {segment.token_ids[at]} lies outside of the vocabulary", field="segments[0].token_ids")
+    if len(segment.token_ids) > model.max_context:
+        raise BadRequest(f"has more tokens than fit into {model.max_context}", field="segments[0].token_ids")
+    begun = len(segment.token_ids) > len(group.prompt) or segment.turns
+    factory = resolve(group.environment)
+    made = getattr(factory, "factory", factory)
+    stateless = group.environment.name in ("scripted", "remote") or getattr(made, "stateless", False)
+    if not begun or stateless:
+        return
+    if record.partial.snapshot is None or not (isinstance(made, type) and can_snapshot(made)):
+        raise BadRequest(
+            f"the state of environment {group.environment.name!r} is not in it: it takes `snapshot` and `restore`",
+            field="partial.snapshot",
+        )
+
+
+def _has_budget_left(partial: Partial, turns: Sequence[Turn]) -> bool:
+    """Of the turn that was broken off, if one was."""
+    cut = not partial.answered and bool(turns) and turns[-1].finish_reason in ABORTED
+    return not cut or partial.max_tokens is None or partial.max_tokens > turns[-1].length

@@ -1,0 +1,8 @@
+"""Sockets, sessions, and records on their way.
+
+channel      the ROUTER, and its peers
+curve        who may speak
+sessions     who speaks
+outbox       what is not acknowledged yet
+sender       large records in bursts, small replies between them
+"""
