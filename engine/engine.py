@@ -77,7 +77,7 @@ class Engine:
         self._token_bytes = token_bytes
         self._clock = PausableClock(clock)
         self._scheduler = Scheduler(config, runner.num_blocks)
-        self._stops = StopChecks(config.max_running, runner.vocab_size)
+        self._stops = StopChecks(runner.vocab_size)
         self._live: dict[str, Live] = {}
         self._flights: deque[Flight] = deque()
         self._ended: list[Completion] = []

@@ -127,7 +127,8 @@ class Scheduler:
         """Offer the whole blocks of finished rows, `computed` positions of each, to the prefix cache."""
         if not self._config.prefix_cache:
             return
-        for sequence, number, block, ids in self.table.take_unhashed(slots, computed):
+        for slot, number, block, ids in self.table.take_unhashed(slots, computed):
+            sequence = self.table.owner(slot)
             if sequence.epoch == self.epoch:
                 self.pool.publish(block, sequence.block_key(number, ids))
 

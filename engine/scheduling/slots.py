@@ -25,13 +25,14 @@ class SlotTable:
     last_position: positions whose KV will be needed at most (`Sequence.last_position`).
     num_blocks: blocks held, blocks[slot, :num_blocks]. hashed: leading blocks offered to the prefix cache.
     last_step: the last launched step that has the row.
-    ids: every known id by position. logprobs: by LOGPROB_MODES, slot and sampled index. Their pages are touched only
+    ids: every known id by position. logprobs: by slot, sampled index and LOGPROB_MODES. Their pages are touched only
         as far as rows grow.
     with_top: running sequences that want alternatives, by slot.
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        slots, context = config.max_running, config.max_context
+        slots, row_blocks = config.max_running, config.max_blocks_per_request
+        context = row_blocks * BLOCK_SIZE
         self.sequences: list[Sequence | None] = [None] * slots
         self.with_top: dict[int, Sequence] = {}
         self.stint = np.zeros(slots, np.int64)
@@ -43,13 +44,14 @@ class SlotTable:
         self.num_blocks = np.zeros(slots, np.int64)
         self.hashed = np.zeros(slots, np.int64)
         self.last_step = np.zeros(slots, np.int64)
-        self.blocks = np.zeros((slots, config.max_blocks_per_request), np.int32)
+        self.blocks = np.zeros((slots, row_blocks), np.int32)
         self.ids = np.empty((slots, context), np.int32)
-        self.logprobs = np.empty((3, slots, context), np.float32)
+        self.logprobs = np.empty((slots, context, 3), np.float32)
         self._flat_blocks = self.blocks.reshape(-1)
         self._flat_ids = self.ids.reshape(-1)
-        self._flat_logprobs = self.logprobs.reshape(3, -1)
-        self._first_block = np.arange(slots) * config.max_blocks_per_request
+        self._flat_logprobs = self.logprobs.reshape(-1, 3)
+        self._ids_of_block = self._flat_ids.view(f"V{BLOCK_SIZE * self.ids.itemsize}")
+        self._first_block = np.arange(slots) * row_blocks
         self._first_id = np.arange(slots) * context
         self._counting = np.arange(1024)
         self._free = list(range(slots))
@@ -89,7 +91,7 @@ class SlotTable:
         self.hashed[slot] = num_cached
         self.blocks[slot, : len(blocks)] = blocks
         self.ids[slot, :length] = sequence.ids
-        self.logprobs[:, slot, : sequence.logprobs.shape[1]] = sequence.logprobs
+        self.logprobs[slot, : sequence.logprobs.shape[1]] = sequence.logprobs.T
 
     def leave(self, sequence: Sequence) -> list[int]:
         """Take a sequence's ids and logprobs out of its slot, empty the slot, and give back its blocks."""
@@ -97,7 +99,7 @@ class SlotTable:
         assert slot is not None
         known = int(self.known[slot])
         sequence.ids = self.ids[slot, :known].copy()
-        sequence.logprobs = self.logprobs[:, slot, : known - sequence.prompt_len].copy()
+        sequence.logprobs = self.logprobs[slot, : known - sequence.prompt_len].T.copy()
         sequence.slot = None
         blocks: list[int] = self.blocks[slot, : self.num_blocks[slot]].tolist()
         self.sequences[slot] = None
@@ -130,29 +132,34 @@ class SlotTable:
         indptr = np.zeros(len(slots) + 1, np.int32)
         ends = counts.cumsum()
         indptr[1:] = ends
-        index = (self._first_block[slots] - ends + counts).repeat(counts)
-        if len(index) > len(self._counting):
-            self._counting = np.arange(2 * len(index))
-        index += self._counting[: len(index)]
         # No index is out of range; "clip" only spares numpy's check, which takes longer than the rest.
-        return indptr, self._flat_blocks.take(index, mode="clip")
+        return indptr, self._flat_blocks.take(self._runs(self._first_block[slots], counts, ends), mode="clip")
 
-    def take_unhashed(self, slots: Int64Array, computed: Int64Array) -> Iterator[tuple[Sequence, int, int, bytes]]:
-        """(sequence, number, block, ids as bytes) of every block that `computed` positions fill; each comes once."""
+    def take_unhashed(self, slots: Int64Array, computed: Int64Array) -> Iterator[tuple[int, int, int, bytes]]:
+        """(slot, number, block, ids as bytes) of every block that `computed` positions fill; each comes once."""
         full, hashed = computed // BLOCK_SIZE, self.hashed[slots]
         grown = (full > hashed).nonzero()[0]
-        size = BLOCK_SIZE * self.ids.itemsize
-        for slot, first, end in zip(slots[grown].tolist(), hashed[grown].tolist(), full[grown].tolist(), strict=True):
-            self.hashed[slot] = end
-            ids = self.ids[slot, first * BLOCK_SIZE : end * BLOCK_SIZE].tobytes()
-            for i, block in enumerate(self.blocks[slot, first:end].tolist()):
-                yield self.owner(slot), first + i, block, ids[i * size : (i + 1) * size]
+        slots, hashed, full = slots[grown], hashed[grown], full[grown]
+        self.hashed[slots] = full
+        counts = full - hashed
+        owners = slots.repeat(counts)
+        index = self._runs(self._first_block[slots] + hashed, counts, counts.cumsum())
+        numbers = index - self._first_block[owners]
+        blocks, ids = self._flat_blocks[index], self._ids_of_block[index]
+        return zip(owners.tolist(), numbers.tolist(), blocks.tolist(), ids.tolist(), strict=True)
+
+    def _runs(self, firsts: Int64Array, counts: Int64Array, ends: Int64Array) -> Int64Array:
+        """int64[ends[-1]]: of each run `counts[i]` numbers from `firsts[i]` on. ends: the sums of `counts` so far."""
+        numbers: Int64Array = (firsts - ends + counts).repeat(counts)
+        if len(numbers) > len(self._counting):
+            self._counting = np.arange(2 * len(numbers))
+        numbers += self._counting[: len(numbers)]
+        return numbers
 
     def record(self, slots: Int64Array, positions: Int64Array, token_ids: IntArray, logprobs: FloatArray) -> None:
         """Ids sampled for `positions` of `slots`, with their float32[3, n] logprobs."""
         index = self._first_id[slots] + positions
         self._flat_ids[index] = token_ids
         index -= self.prompt_len[slots]
-        for row, values in zip(self._flat_logprobs, logprobs, strict=True):
-            row[index] = values
+        self._flat_logprobs[index] = logprobs.T
         self.known[slots] = positions + 1

@@ -5,58 +5,31 @@ The prompt never ends a request, and ids are never trimmed: a match ends at the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from engine.request import BoolArray, IntArray
-
-
-class StopIds:
-    """The stop ids of all slots as one sorted array of `slot * vocab_size + id`."""
-
-    def __init__(self, num_slots: int, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
-        self._first_key = np.arange(num_slots) * vocab_size
-        self._keys: npt.NDArray[np.int64] = np.empty(0, np.int64)
-
-    def add(self, slot: int, ids: Iterable[int]) -> None:
-        """Set the ids of an empty slot; all lie in [0, vocab_size)."""
-        own = np.sort(np.fromiter(ids, np.int64)) + slot * self._vocab_size
-        at = int(np.searchsorted(self._keys, slot * self._vocab_size))
-        self._keys = np.concatenate((self._keys[:at], own, self._keys[at:]))
-
-    def remove(self, slot: int) -> None:
-        first, last = np.searchsorted(self._keys, (slot * self._vocab_size, (slot + 1) * self._vocab_size))
-        if first < last:
-            self._keys = np.concatenate((self._keys[:first], self._keys[last:]))
-
-    def hits(self, slots: npt.NDArray[np.int64], token_ids: IntArray) -> BoolArray:
-        """bool[n]: is token_ids[i] a stop id of slots[i]?"""
-        if not len(self._keys):
-            return np.zeros(len(slots), np.bool_)
-        wanted = self._first_key[slots] + token_ids
-        at = self._keys.searchsorted(wanted)
-        hits: BoolArray = self._keys.take(at, mode="clip") == wanted
-        return hits
+from engine.request import IntArray
 
 
 class StopChecks:
     """The stop rules of all running requests, by slot."""
 
-    def __init__(self, num_slots: int, vocab_size: int) -> None:
-        self._ids = StopIds(num_slots, vocab_size)
+    def __init__(self, vocab_size: int) -> None:
+        self._ids: dict[int, frozenset[int]] = {}
         self._matchers: dict[int, StringMatcher] = {}
+        self._stopping = np.zeros(vocab_size, np.int32)  # slots that each id ends: for nearly all ids none
 
-    def start(self, slot: int, ids: Iterable[int], matcher: StringMatcher | None) -> None:
+    def start(self, slot: int, ids: frozenset[int], matcher: StringMatcher | None) -> None:
         """Rules of an empty slot. The matcher goes on where it was, after a preemption too."""
-        self._ids.add(slot, ids)
+        self._ids[slot] = ids
+        self._stopping[list(ids)] += 1
         if matcher is not None:
             self._matchers[slot] = matcher
 
     def end(self, slot: int) -> None:
-        self._ids.remove(slot)
+        self._stopping[list(self._ids.pop(slot))] -= 1
         self._matchers.pop(slot, None)
 
     def check(self, slots: npt.NDArray[np.int64], token_ids: IntArray) -> dict[int, int | bytes]:
@@ -68,8 +41,9 @@ class StopChecks:
                 match = None if matcher is None else matcher.push(token_id)
                 if match is not None:
                     stops[i] = match
-        for i in self._ids.hits(slots, token_ids).nonzero()[0].tolist():
-            stops[i] = int(token_ids[i])
+        for i in self._stopping[token_ids].nonzero()[0].tolist():
+            if (token_id := int(token_ids[i])) in self._ids[int(slots[i])]:
+                stops[i] = token_id
         return stops
 
 

@@ -116,9 +116,7 @@ def test_each_filled_block_is_taken_once_in_order(steps: list[list[int]]) -> Non
     taken: list[tuple[int, int]] = []
     for step in steps:
         computed = np.minimum(computed + array(*step), 128)
-        for owner, number, block, ids in table.take_unhashed(array(0, 1, 2), computed):
-            slot = owner.slot
-            assert slot is not None
+        for slot, number, block, ids in table.take_unhashed(array(0, 1, 2), computed):
             assert block == 100 * slot + number
             ours = table.ids[slot, number * BLOCK_SIZE : (number + 1) * BLOCK_SIZE]
             assert ids == ours.tobytes()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.scheduling.stop import StopChecks, StopIds, StringMatcher
+from engine.scheduling.stop import StopChecks, StringMatcher
 
 PIECES = [b"Hel", b"lo S", b"TO", b"P now", b"x"]
 HELLO = range(5)
@@ -80,36 +80,29 @@ def test_agrees_with_a_search_of_the_whole_text(pieces: list[bytes], ids: list[i
     data=st.data(),
 )
 def test_stop_ids_agree_with_sets(rules: list[frozenset[int]], gone: set[int], data: st.DataObject) -> None:
-    stop_ids = StopIds(6, 20)
-    order = data.draw(st.permutations(range(len(rules))))
-    for slot in order:
-        stop_ids.add(slot, rules[slot])
-    for slot in gone & set(order):
-        stop_ids.remove(slot)
-    slots = np.array(data.draw(st.lists(st.sampled_from(order), unique=True)), np.int32)
-    token_ids = np.array(data.draw(st.lists(st.integers(0, 19), min_size=len(slots), max_size=len(slots))), np.int32)
-    expected = [t in rules[s] and s not in gone for s, t in zip(slots.tolist(), token_ids.tolist(), strict=True)]
-    assert stop_ids.hits(slots, token_ids).tolist() == expected
-
-
-def test_the_last_id_of_a_slot_is_not_the_first_of_the_next() -> None:
-    stop_ids = StopIds(2, 10)
-    stop_ids.add(0, [9])
-    assert stop_ids.hits(np.array([1], np.int32), np.array([0], np.int32)).tolist() == [False]
-    stop_ids.add(1, [0])
-    assert stop_ids.hits(np.array([0, 1], np.int32), np.array([9, 0], np.int32)).tolist() == [True, True]
-    assert stop_ids.hits(np.array([1, 0], np.int32), np.array([9, 0], np.int32)).tolist() == [False, False]
+    checks = StopChecks(20)
+    for slot in data.draw(st.permutations(range(len(rules)))):
+        checks.start(slot, rules[slot], None)
+    live = [slot for slot in range(len(rules)) if slot not in gone]
+    for slot in gone & set(range(len(rules))):
+        checks.end(slot)
+    slots = data.draw(st.lists(st.sampled_from(live), unique=True)) if live else []
+    token_ids = data.draw(st.lists(st.integers(0, 19), min_size=len(slots), max_size=len(slots)))
+    expected = {i: t for i, (s, t) in enumerate(zip(slots, token_ids, strict=True)) if t in rules[s]}
+    assert checks.check(np.array(slots, np.int64), np.array(token_ids, np.int32)) == expected
 
 
 def test_checks_name_what_ended_each_row() -> None:
-    checks = StopChecks(4, 10)
-    checks.start(0, {7}, None)
-    checks.start(2, {7}, StringMatcher((b"STOP",), PIECES))
-    checks.start(3, set(), StringMatcher((b"TO",), PIECES))
-    slots = np.array([0, 2, 3], np.int32)
+    checks = StopChecks(10)
+    checks.start(0, frozenset({7}), None)
+    checks.start(2, frozenset({7}), StringMatcher((b"STOP",), PIECES))
+    checks.start(3, frozenset(), StringMatcher((b"TO",), PIECES))
+    slots = np.array([0, 2, 3])
     assert checks.check(slots, np.array([1, 1, 1], np.int32)) == {}
     assert checks.check(slots, np.array([7, 2, 2], np.int32)) == {0: 7, 2: b"TO"}
     assert checks.check(slots[1:2], np.array([3], np.int32)) == {0: b"STOP"}
     checks.end(0)
     checks.end(3)
+    checks.start(0, frozenset({2}), None)
+    checks.start(3, frozenset(), None)
     assert checks.check(slots, np.array([7, 7, 2], np.int32)) == {1: 7}
