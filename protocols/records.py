@@ -169,11 +169,14 @@ class Partial(Value):
     answered: the environment has answered the last turn, and what it said is in the segment.
     max_tokens: of the turn that was cut or comes next; nil fills up to the context limit.
     snapshot: of the environment, before the turn that is not answered; nil for one that needs none.
+    messages: of a conversation, what was said after the submitted messages and before the turn that is not answered: a
+        JSON list as UTF-8; nil where that is nothing.
     """
 
     answered: bool = False
     max_tokens: Positive | None = None
     snapshot: Opaque | None = None
+    messages: UInt8 | None = None
 
 
 class Record(Value):
@@ -213,8 +216,8 @@ class Record(Value):
     def _status_agrees(self) -> Self:
         if self.status != STATUS_OF[self.finish_reason]:
             refuse(f"is {self.status}, but {self.finish_reason} makes it {STATUS_OF[self.finish_reason]}", ".status")
-        if self.partial is not None and (self.status != "aborted" or len(self.segments) != 1):
-            refuse("belongs to an aborted trajectory of one segment", ".partial")
+        if self.partial is not None and self.status != "aborted":
+            refuse("belongs to an aborted trajectory", ".partial")
         if self.status == "failed":
             if self.error is None:
                 refuse("is required of a failed trajectory", ".error")

@@ -138,6 +138,9 @@ def failed_record() -> Record:
     )
 
 
+SAID = b'[{"role":"assistant","content":"12"},{"role":"user","content":"And?"}]'
+
+
 def partial(group_id: str, trajectory_id: str) -> Record:
     """A trajectory that was cut after one sampled token."""
     return Record(
@@ -160,7 +163,7 @@ def partial(group_id: str, trajectory_id: str) -> Record:
         ),
         sampling=Sampling(seed=17),
         retries=1,
-        partial=Partial(max_tokens=256, snapshot={"page": 3}),
+        partial=Partial(max_tokens=256, snapshot={"page": 3}, messages=np.frombuffer(SAID, np.uint8)),
     )
 
 

@@ -284,7 +284,7 @@ def _record(draw: Draw) -> dict[str, Any]:
         "status": STATUS_OF[reason],
         "segments": segments,
         "error": draw(value(Failure) if failed else st.none()),
-        "partial": draw(value(Partial)) if STATUS_OF[reason] == "aborted" and len(segments) == 1 else None,
+        "partial": draw(value(Partial)) if STATUS_OF[reason] == "aborted" else None,
     }
 
 
