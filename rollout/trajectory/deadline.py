@@ -22,10 +22,10 @@ class Deadline:
         if self._left is None or self._timer is not None:
             return
         if self._left <= 0:
-            self._end()
+            self._over()
             return
         self._since = time.monotonic()
-        self._timer = asyncio.get_running_loop().call_later(self._left, self._end)
+        self._timer = asyncio.get_running_loop().call_later(self._left, self._over)
 
     def stop(self) -> None:
         if self._timer is not None and self._left is not None:
@@ -33,6 +33,16 @@ class Deadline:
             self._timer = None
             self._left -= time.monotonic() - self._since
 
-    def _end(self) -> None:
-        self._timer = self._left = None
-        self._passed()
+    def end(self) -> None:
+        """It does not matter any more. Lets go of what it would have called: that often holds the deadline."""
+        self.stop()
+        self._left, self._passed = None, _nothing
+
+    def _over(self) -> None:
+        passed = self._passed
+        self.end()
+        passed()
+
+
+def _nothing() -> None:
+    pass

@@ -99,7 +99,7 @@ class Rollout:
             return self._broken(error)
         finally:
             self._over = True
-            self._deadline.stop()
+            self._deadline.end()
             self._mailbox.close()
             await self._close()
 

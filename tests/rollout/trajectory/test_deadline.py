@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
+import weakref
 
 from rollout.trajectory.deadline import Deadline
 from tests.rollout.workers import on_loop, soon
@@ -41,3 +43,27 @@ async def test_one_that_is_over_passes_at_once_and_none_never() -> None:
     never.stop()
     never.start()
     assert passed == [1]
+
+
+@on_loop
+async def test_what_has_ended_never_passes_and_lets_go_of_what_it_called() -> None:
+    class Owner:
+        def __init__(self) -> None:
+            self.passed = False
+            self.deadline = Deadline(0.02, self.over)
+
+        def over(self) -> None:
+            self.passed = True
+
+    owner = Owner()
+    owner.deadline.end()
+    owner.deadline.start()
+    await asyncio.sleep(0.05)
+    assert not owner.passed
+    gone = weakref.ref(owner)
+    gc.disable()
+    del owner
+    try:
+        assert gone() is None
+    finally:
+        gc.enable()
