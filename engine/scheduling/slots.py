@@ -21,12 +21,12 @@ class SlotTable:
 
     stint: number of this stay in a slot, never repeated: tells a row of a launched step from a later tenant.
     computed: positions whose KV was written by launched steps. known: ids known on the host.
-    prompt_len, prefill_len: P, and the ids known at admission (more than P after a preemption).
+    prefill_len: ids known at admission (more than P after a preemption).
     last_position: positions whose KV will be needed at most (`Sequence.last_position`).
     num_blocks: blocks held, blocks[slot, :num_blocks]. hashed: leading blocks offered to the prefix cache.
     last_step: the last launched step that has the row.
-    ids: every known id by position. logprobs: by slot, sampled index and LOGPROB_MODES. Their pages are touched only
-        as far as rows grow.
+    ids, logprobs: every known id, and those of sampled ones in the order of LOGPROB_MODES, by slot and position. Their
+        pages are touched only as far as rows grow.
     with_top: running sequences that want alternatives, by slot.
     """
 
@@ -38,7 +38,6 @@ class SlotTable:
         self.stint = np.zeros(slots, np.int64)
         self.computed = np.zeros(slots, np.int64)
         self.known = np.zeros(slots, np.int64)
-        self.prompt_len = np.zeros(slots, np.int64)
         self.prefill_len = np.zeros(slots, np.int64)
         self.last_position = np.zeros(slots, np.int64)
         self.num_blocks = np.zeros(slots, np.int64)
@@ -85,13 +84,12 @@ class SlotTable:
         self.stint[slot] = self._stints
         self.computed[slot] = num_cached * BLOCK_SIZE
         self.known[slot] = self.prefill_len[slot] = length
-        self.prompt_len[slot] = sequence.prompt_len
         self.last_position[slot] = sequence.last_position
         self.num_blocks[slot] = len(blocks)
         self.hashed[slot] = num_cached
         self.blocks[slot, : len(blocks)] = blocks
         self.ids[slot, :length] = sequence.ids
-        self.logprobs[slot, : sequence.logprobs.shape[1]] = sequence.logprobs.T
+        self.logprobs[slot, sequence.prompt_len : length] = sequence.logprobs.T
 
     def leave(self, sequence: Sequence) -> list[int]:
         """Take a sequence's ids and logprobs out of its slot, empty the slot, and give back its blocks."""
@@ -99,13 +97,13 @@ class SlotTable:
         assert slot is not None
         known = int(self.known[slot])
         sequence.ids = self.ids[slot, :known].copy()
-        sequence.logprobs = self.logprobs[slot, : known - sequence.prompt_len].T.copy()
+        sequence.logprobs = self.logprobs[slot, sequence.prompt_len : known].T.copy()
         sequence.slot = None
         blocks: list[int] = self.blocks[slot, : self.num_blocks[slot]].tolist()
         self.sequences[slot] = None
         self.with_top.pop(slot, None)
         self.stint[slot] = 0
-        for counts in (self.computed, self.known, self.prompt_len, self.prefill_len, self.last_position):
+        for counts in (self.computed, self.known, self.prefill_len, self.last_position):
             counts[slot] = 0
         self.num_blocks[slot] = self.hashed[slot] = 0
         heapq.heappush(self._free, slot)
@@ -160,6 +158,5 @@ class SlotTable:
         """Ids sampled for `positions` of `slots`, with their float32[3, n] logprobs."""
         index = self._first_id[slots] + positions
         self._flat_ids[index] = token_ids
-        index -= self.prompt_len[slots]
         self._flat_logprobs[index] = logprobs.T
         self.known[slots] = positions + 1

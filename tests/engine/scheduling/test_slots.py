@@ -50,7 +50,7 @@ def test_what_was_sampled_goes_out_and_comes_back() -> None:
     assert a.sampled_mask().tolist() == [False] * 20 + [True] * 3
     table.enter(b, [3, 4], 0)
     table.enter(a, [1, 2], 0)
-    assert (table.known[1], table.prefill_len[1], table.prompt_len[1]) == (23, 23, 20)
+    assert (table.known[1], table.prefill_len[1]) == (23, 23)
     table.record(array(0, 1), array(20, 23), array(7, 103), np.array([[-9.0, -3.0]] * 3, np.float32))
     table.leave(a)
     assert a.ids[20:].tolist() == [100, 101, 102, 103]
