@@ -10,9 +10,9 @@ already have a row in N+1: that row's result is dropped, told by the stay in the
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from engine.check import check_request
 from engine.config import EngineConfig
@@ -35,24 +35,6 @@ GOES_ON: frozenset[FinishReason] = frozenset(("stop", "length", "turn_deadline")
 class Flight:
     scheduled: Scheduled
     ticket: Ticket
-
-
-@dataclass(slots=True)
-class Totals:
-    """The counters of `EngineStats`."""
-
-    steps_total: int = 0
-    sampled_tokens_total: int = 0
-    prompt_tokens_total: int = 0
-    computed_prompt_tokens_total: int = 0
-    cached_prompt_tokens_total: int = 0
-    preemptions_total: int = 0
-    bubbles_total: int = 0
-    wasted_rows_total: int = 0
-    graph_steps_total: int = 0
-    split_steps_total: int = 0
-    padding_rows_total: int = 0
-    nonfinite_total: int = 0
 
 
 class Engine:
@@ -82,7 +64,7 @@ class Engine:
         self._flights: deque[Flight] = deque()
         self._ended: list[Completion] = []
         self._arrivals = 0
-        self._totals = Totals()
+        self._totals = Counter[str]()  # by the names of `EngineStats`
 
     @property
     def has_work(self) -> bool:
@@ -192,15 +174,15 @@ class Engine:
             kv_holds_dropped_total=holds.dropped_total,
             weight_version=self.weight_version,
             paused=self.paused,
-            **asdict(self._totals),
+            **self._totals,
         )
 
     def _launch(self) -> bool:
         try:
-            scheduled = self._scheduler.plan(self._totals.steps_total)
+            scheduled = self._scheduler.plan(self._totals["steps_total"])
         except OutOfBlocks:
             if self._flights:
-                self._totals.bubbles_total += 1
+                self._totals["bubbles_total"] += 1
                 self.drain()
             scheduled = self._plan_with_preemption()
         if scheduled is None:
@@ -208,23 +190,23 @@ class Engine:
         for sequence in scheduled.admitted:
             self._start(sequence)
         self._flights.append(Flight(scheduled, self._runner.launch(scheduled.plan)))
-        self._totals.steps_total += 1
+        self._totals["steps_total"] += 1
         for chunk in scheduled.chunks:
             chunk.sequence.computed_tokens += chunk.num_prompt
-            self._totals.computed_prompt_tokens_total += chunk.num_prompt
+            self._totals["computed_prompt_tokens_total"] += chunk.num_prompt
         return True
 
     def _plan_with_preemption(self) -> Scheduled | None:
         while True:
             try:
-                return self._scheduler.plan(self._totals.steps_total)
+                return self._scheduler.plan(self._totals["steps_total"])
             except OutOfBlocks:
                 if not self._scheduler.drop_hold():
                     self._preempt(self._scheduler.newest_running())
 
     def _preempt(self, sequence: Live) -> None:
         assert sequence.slot is not None
-        self._totals.preemptions_total += 1
+        self._totals["preemptions_total"] += 1
         self._stops.end(sequence.slot)
         self._scheduler.preempt(sequence)
         sequence.times.enter("preempted")
@@ -233,8 +215,8 @@ class Engine:
         assert sequence.slot is not None
         assert sequence.cached_tokens is not None
         if not sequence.preemptions:
-            self._totals.prompt_tokens_total += sequence.prompt_len
-            self._totals.cached_prompt_tokens_total += sequence.cached_tokens
+            self._totals["prompt_tokens_total"] += sequence.prompt_len
+            self._totals["cached_prompt_tokens_total"] += sequence.cached_tokens
         sequence.version = self.weight_version
         self._stops.start(sequence.slot, sequence.request.stop.ids, sequence.matcher)
         sequence.times.enter("prefill")
@@ -245,11 +227,11 @@ class Engine:
         output = flight.ticket.wait()
         scheduler.step_done(plan.step)
         results = live_results(flight.scheduled, output, scheduler.table)
-        self._totals.wasted_rows_total += plan.num_rows - results.num_live
-        self._totals.graph_steps_total += output.graph
-        self._totals.split_steps_total += output.split
-        self._totals.padding_rows_total += output.padding_rows
-        self._totals.sampled_tokens_total += len(results.slots)
+        self._totals["wasted_rows_total"] += plan.num_rows - results.num_live
+        self._totals["graph_steps_total"] += output.graph
+        self._totals["split_steps_total"] += output.split
+        self._totals["padding_rows_total"] += output.padding_rows
+        self._totals["sampled_tokens_total"] += len(results.slots)
         scheduler.table.record(results.slots, results.positions, results.token_ids, results.logprobs)
         scheduler.publish(results.computed_slots, results.computed)
         for sequence, flags in results.failed:
@@ -274,7 +256,7 @@ class Engine:
                 self._end(sequence, "context_overflow" if sequence.overflow else "length")
 
     def _fail(self, sequence: Live, flags: int) -> None:
-        self._totals.nonfinite_total += 1
+        self._totals["nonfinite_total"] += 1
         what = "no id was left to sample from" if flags & EMPTY_SUPPORT else "the logits were not finite"
         self._end(sequence, "error", error=Failure("numerical_error", what))
 
