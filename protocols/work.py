@@ -155,6 +155,11 @@ class Template(Value):
     on_user_turn: Literal["keep", "drop"] = "keep"
     on_unstable: Literal["refuse", "branch"] = "refuse"
 
+    @property
+    def may_branch(self) -> bool:
+        """Can a trajectory come to have several segments?"""
+        return (self.on_user_turn, self.on_unstable) != ("keep", "refuse")
+
 
 class Group(Value):
     """n samples of one prompt; n is the number of trajectory ids.

@@ -17,7 +17,7 @@ from protocols.requests import Cancel, Continue, SubmitBatch
 from rollout.batches.record_size import echoed_bytes, largest_record
 from rollout.batches.runs import Runs
 from rollout.batches.submitted import Batch, Member, SubmittedGroup, Target
-from rollout.trajectory.rollout import SNAPSHOT_BYTES
+from rollout.trajectory.state import state_bytes
 from rollout.wire.sessions import Session
 
 log = logging.getLogger(__name__)
@@ -130,8 +130,8 @@ class Batches:
     def _group(self, batch: Batch, spec: Group, content: bytes) -> SubmittedGroup:
         seed = secrets.randbits(64) if spec.sampling.seed is None else spec.sampling.seed
         largest = largest_record(spec, self._max_context)
-        if batch.target.resumable and spec.environment.name not in ("scripted", "remote"):
-            largest += SNAPSHOT_BYTES
+        if batch.target.resumable:
+            largest += state_bytes(spec, self._max_context)
         serving = self._runs.version()
         if spec.min_version is not None and spec.min_version > serving:
             log.info("group %r waits for weights %d; %d serve", spec.id, spec.min_version, serving)

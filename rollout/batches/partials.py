@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from protocols.errors import BadRequest
-from protocols.fields import Environment, Group, ModelInfo, Partial, Record, Turn
+from protocols.fields import Environment, Group, ModelInfo, Partial, Record, Segment, Turn
 from protocols.requests import SubmitBatch
+from rollout.batches.record_size import may_branch
 from rollout.environments.checks import outside_of
 from rollout.environments.isolated import can_snapshot
+from rollout.trajectory.segments import MAX_SEGMENTS
 from rollout.trajectory.trajectory import ABORTED
 
 
@@ -38,25 +40,30 @@ def _check(
 ) -> None:
     if record.partial is None:
         raise BadRequest(f"this record, {record.finish_reason}, is not one that can go on", field="partial")
-    (segment,) = record.segments
-    prompt = segment.token_ids[: len(group.prompt)]
+    *closed, last = record.segments
+    turns = [turn for segment in record.segments for turn in segment.turns]
+    known = record.segments[0].token_ids
     for field, fits in (
         ("group_id", record.group_id == group.id),
         ("sample_index", record.sample_index == index),
         ("sampling", record.sampling == group.sampling and record.sampling.seed is not None),
-        ("segments[0].token_ids", group.messages is None and np.array_equal(prompt, group.prompt)),
-        ("segments[0].more_logprobs", (*segment.more_logprobs,) == group.sampling.logprobs[1:]),
-        ("segments[0].turns", [turn.index for turn in segment.turns] == list(range(len(segment.turns)))),
-        ("partial.answered", bool(segment.turns) or record.partial.answered),
-        ("partial.max_tokens", _has_budget_left(record.partial, segment.turns)),
+        ("segments", not closed or (may_branch(group) and len(closed) < MAX_SEGMENTS)),
+        ("segments[0].turns", [turn.index for turn in turns] == list(range(len(turns)))),
+        ("segments[0].turns", all(segment.turns for segment in closed)),
+        ("partial.answered", bool(last.turns) or record.partial.answered),
+        ("partial.max_tokens", _has_budget_left(record.partial, turns)),
+        ("partial.messages", record.partial.messages is None or group.messages is not None),
     ):
         if not fits:
             raise BadRequest(f"is not that of its trajectory in group {group.id!r}", field=field)
-    if (at := outside_of(segment.token_ids, model.vocab_size)) is not None:
-        raise BadRequest(f"id {segment.token_ids[at]} lies outside of the vocabulary", field="segments[0].token_ids")
-    if len(segment.token_ids) > model.max_context:
-        raise BadRequest(f"has more tokens than fit into {model.max_context}", field="segments[0].token_ids")
-    begun = len(segment.token_ids) > len(group.prompt) or segment.turns
+    if not np.array_equal(known[: len(group.prompt)], group.prompt):
+        why = f"does not begin with the prompt of group {group.id!r}"
+        if group.messages is not None:
+            why += ", as the chat template and the tools here make it of the messages"
+        raise BadRequest(why, field="segments[0].token_ids")
+    for k, segment in enumerate(record.segments):
+        _check_segment(segment, f"segments[{k}]", group, model)
+    begun = len(known) > len(group.prompt) or turns
     factory = resolve(group.environment)
     made = getattr(factory, "factory", factory)
     stateless = group.environment.name in ("scripted", "remote") or getattr(made, "stateless", False)
@@ -67,6 +74,15 @@ def _check(
             f"the state of environment {group.environment.name!r} is not in it: it takes `snapshot` and `restore`",
             field="partial.snapshot",
         )
+
+
+def _check_segment(segment: Segment, field: str, group: Group, model: ModelInfo) -> None:
+    if (*segment.more_logprobs,) != group.sampling.logprobs[1:]:
+        raise BadRequest(f"are not those of its trajectory in group {group.id!r}", field=f"{field}.more_logprobs")
+    if (at := outside_of(segment.token_ids, model.vocab_size)) is not None:
+        raise BadRequest(f"id {segment.token_ids[at]} lies outside of the vocabulary", field=f"{field}.token_ids")
+    if len(segment.token_ids) > model.max_context:
+        raise BadRequest(f"has more tokens than fit into {model.max_context}", field=f"{field}.token_ids")
 
 
 def _has_budget_left(partial: Partial, turns: Sequence[Turn]) -> bool:

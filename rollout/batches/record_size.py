@@ -6,7 +6,7 @@ import msgpack
 
 from protocols.codec import encode
 from protocols.fields import Group, Record
-from rollout.trajectory.tokens import MAX_SEGMENTS
+from rollout.trajectory.segments import MAX_SEGMENTS
 
 RECORD_OVERHEAD = 8192
 """Bytes reserved for the rest of a record's header: names, keys, an error."""
@@ -48,8 +48,7 @@ def echoed_bytes(group: Group) -> int:
 
 def may_branch(group: Group) -> bool:
     """Can the conversation be rendered anew, in a further segment?"""
-    template = group.template
-    return group.messages is not None and (template.on_user_turn, template.on_unstable) != ("keep", "refuse")
+    return group.messages is not None and group.template.may_branch
 
 
 def largest_record(group: Group, max_context: int) -> int:
@@ -79,4 +78,7 @@ def record_bytes(record: Record, echoed: int) -> int:
         values = [getattr(segment, name) for name in ARRAYS]
         values += segment.more_logprobs.values()
         arrays += sum(value.nbytes for value in values if value is not None) + TURN_BYTES * len(segment.turns)
+    if (partial := record.partial) is not None:
+        arrays += 0 if partial.messages is None else partial.messages.nbytes
+        arrays += 0 if partial.snapshot is None else len(msgpack.packb(partial.snapshot))
     return RECORD_OVERHEAD + echoed + arrays

@@ -10,7 +10,7 @@ from protocols.fields import Environment, Group
 from protocols.requests import SubmitBatch
 from rollout.chat.errors import ChatError
 from rollout.chat.format import ChatFormat
-from rollout.chat.messages import checked_prompt, checked_tools
+from rollout.chat.messages import checked_prompt, checked_tools, from_json
 
 Resolve = Callable[[Environment], object]
 """What makes a group's environments; see Registry."""
@@ -24,8 +24,16 @@ def with_prompts(submit: SubmitBatch, chat: ChatFormat | None, resolve: Resolve)
     """The same with the prompt of every group that has messages, and its messages and tools in the templates' form.
 
     Safe to run on a thread. Raises BadRequest, naming the group's field: what the template does not take, and, where
-    the environment goes on with messages, what it could not append after a sampled turn.
+    the environment goes on with messages, what it could not append after a sampled turn; or that of a record that goes
+    on: what are no messages.
     """
+    for i, record in enumerate(submit.partials):
+        if record.partial is not None and record.partial.messages is not None:
+            try:
+                from_json(record.partial.messages.tobytes())
+            except ChatError as error:
+                field = f"partials[{i}].partial.{error.field}"
+                raise BadRequest(error.message, field=field) from None
     groups = []
     for i, group in enumerate(submit.groups):
         try:

@@ -11,7 +11,7 @@ from engine.request import IntArray
 from protocols.fields import Template
 from rollout.chat.errors import ChatError
 from rollout.chat.format import ChatFormat, Form, Suffix
-from rollout.chat.messages import Message, checked_messages
+from rollout.chat.messages import Message, all_as_json, checked_messages
 from rollout.environments.base import Step, TurnResult
 
 
@@ -26,16 +26,36 @@ class Conversation:
     conversation branches: there the template renders the messages anew, and the result begins a new segment.
     """
 
-    def __init__(self, form: Form, messages: Sequence[Message], prompt: IntArray, template: Template) -> None:
-        """prompt: int32[L], what `messages` were rendered to."""
-        self.messages = list(messages)
+    def __init__(
+        self, form: Form, submitted: Sequence[Message], template: Template, said: Sequence[Message] = ()
+    ) -> None:
+        """submitted: the messages that the prompt was made of. said: what followed, where the trajectory goes on."""
+        self.messages = [*submitted, *said]
         self.form = form
-        self._held = prompt
+        self._begins = len(submitted)
         self._template = template
+
+    @property
+    def may_branch(self) -> bool:
+        """Can the template be asked to render what was said anew? Then a turn has to come with what is `before` it."""
+        return self._template.may_branch
+
+    @property
+    def length(self) -> int:
+        """Messages since the submitted ones."""
+        return len(self.messages) - self._begins
+
+    def said(self, since: int = 0) -> tuple[bytes, ...] | None:
+        """What was said after the submitted messages and `since` others, each as JSON in UTF-8.
+
+        None where that does not hold one of them: it could not be taken up elsewhere as it is here.
+        """
+        return all_as_json(self.messages[self._begins + since :])
 
     def sent(self, share: Callable[[ChatFormat], SharedFormat]) -> Conversation:
         """The same, for another process: pickled it holds no tokenizer, but where that is shared."""
-        return _Sent(share(self.form.chat), self.form, self.messages, self._held, self._template)
+        submitted, said = self.messages[: self._begins], self.messages[self._begins :]
+        return _Sent(share(self.form.chat), self.form, submitted, self._template, said)
 
     def text(self, turn: TurnResult) -> str:
         """What the turn says, without the control token that ended it."""
@@ -47,24 +67,21 @@ class Conversation:
         self,
         turn: TurnResult,
         *messages: Mapping[str, Any],
-        said: Message | None = None,
         reward: float | None = None,
         max_tokens: int | None = None,
         called: bool = False,
     ) -> Step:
         """What follows `turn`: `messages` are said, and the assistant is to answer. Called once a turn.
 
-        said: the turn as a message; made of its text when None. Without messages the trajectory is done.
+        Without messages the trajectory is done.
         Raises ChatError where the template does not take these messages, or cannot append them.
         """
         new = checked_messages(messages)
-        held = np.concatenate([self._held, turn.token_ids])
-        self.messages.append(said or {"role": "assistant", "content": self.text(turn)})
+        self.messages.append({"role": "assistant", "content": self.text(turn)})
         if not new:
             return Step(done=True, reward=reward, called=called)
-        branch, glue, suffix = self._after(turn, held, new)
+        branch, glue, suffix = self._after(turn, new)
         self.messages += new
-        self._held = np.concatenate([held if branch is None else branch, glue, suffix.observation, suffix.opening])
         return Step(
             branch=branch,
             glue=glue,
@@ -75,9 +92,7 @@ class Conversation:
             called=called,
         )
 
-    def _after(
-        self, turn: TurnResult, held: IntArray, new: Sequence[Message]
-    ) -> tuple[IntArray | None, IntArray, Suffix]:
+    def _after(self, turn: TurnResult, new: Sequence[Message]) -> tuple[IntArray | None, IntArray, Suffix]:
         """Ids of the branch, if one is needed, the glue, and the rest."""
         if self._template.on_user_turn == "keep" or all(message["role"] != "user" for message in new):
             try:
@@ -88,6 +103,7 @@ class Conversation:
             else:
                 return None, suffix.after(turn.token_ids), suffix
         past, suffix = self.form.rendered_anew(self.messages, new)
+        held = np.concatenate([turn.before, turn.token_ids])
         for same in (held, np.concatenate([held, suffix.closing])):
             if np.array_equal(past, same) and len(suffix.glue):
                 return None, suffix.after(turn.token_ids), suffix
@@ -98,22 +114,28 @@ class _Sent(Conversation):
     """Unpickled it is a `Conversation`."""
 
     def __init__(
-        self, shared: SharedFormat, form: Form, messages: Sequence[Message], prompt: IntArray, template: Template
+        self,
+        shared: SharedFormat,
+        form: Form,
+        submitted: Sequence[Message],
+        template: Template,
+        said: Sequence[Message],
     ) -> None:
-        super().__init__(form, messages, prompt, template)
+        super().__init__(form, submitted, template, said)
         self._shared = shared
 
     def __reduce__(self) -> tuple[Any, ...]:
-        form = self.form
-        return _received, (self._shared, form.tools, form.options, self.messages, self._held, self._template)
+        form, begins = self.form, self._begins
+        split = self.messages[:begins], self.messages[begins:]
+        return _received, (self._shared, form.tools, form.options, *split, self._template)
 
 
 def _received(
     shared: SharedFormat,
     tools: Sequence[Mapping[str, Any]],
     options: Mapping[str, Any],
-    messages: Sequence[Message],
-    prompt: IntArray,
+    submitted: Sequence[Message],
+    said: Sequence[Message],
     template: Template,
 ) -> Conversation:
-    return Conversation(shared.get().form(tools, options), messages, prompt, template)
+    return Conversation(shared.get().form(tools, options), submitted, template, said)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -44,6 +45,35 @@ def checked_tools(tools: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], .
             raise ChatError("must be the JSON schema of a function that has a name", f"tools[{i}]")
         checked.append({"type": "function", "function": dict(function)})
     return tuple(checked)
+
+
+def all_as_json(messages: Iterable[Message]) -> tuple[bytes, ...] | None:
+    """Each by itself, in UTF-8. None where that does not hold one of them as it is."""
+    texts = []
+    for message in messages:
+        try:
+            text = json.dumps(message, ensure_ascii=False).encode()
+            if json.loads(text) != message:
+                return None
+        except (TypeError, ValueError, RecursionError):
+            return None
+        texts.append(text)
+    return tuple(texts)
+
+
+def from_json(text: bytes) -> tuple[Message, ...]:
+    """Of a list of what `all_as_json` returns. Raises ChatError."""
+    try:
+        messages = json.loads(text)
+        text.decode()
+    except (ValueError, RecursionError) as error:
+        raise ChatError(f"is not JSON in UTF-8: {error}") from None
+    if not isinstance(messages, list):
+        raise ChatError("must be a list")
+    checked = checked_messages(messages)
+    if all_as_json(checked) is None:
+        raise ChatError("holds what JSON in UTF-8 does not")
+    return checked
 
 
 def _message(message: Any, field: str) -> Message:

@@ -85,12 +85,15 @@ class TurnResult:
 
     finish_reason: `stop`, or `length` / `turn_deadline` when the turn was cut and the trajectory goes on.
     total_len: tokens of the trajectory after this turn.
+    before: int32[m], read-only: all tokens of its segment before the turn. In a process of its own an environment has
+        them only where its conversation may branch.
     """
 
     turn: Turn
     token_ids: IntArray
     logprobs: FloatArray
     total_len: int
+    before: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
 
     @property
     def index(self) -> int:

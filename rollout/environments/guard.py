@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from protocols.fields import Budget, Failure, Record, Truncation
 from rollout.environments.base import Context, Environment, EnvironmentFactory, Rewards, TurnResult, is_default
@@ -25,6 +25,9 @@ from rollout.environments.errors import describe
 from rollout.environments.isolated import Isolated, StandIn, can_snapshot
 from rollout.trajectory.deadline import Deadline
 from rollout.trajectory.spec import Answer, End
+
+if TYPE_CHECKING:
+    from rollout.chat.conversation import Conversation
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +70,7 @@ class Guard:
         self._budget = budget
         self._patience = patience
         self._environment: Environment | None = None
+        self._chat: Conversation | None = None
         self._ready = False
         self._left: Call | None = None
         self._lost = False
@@ -103,7 +107,7 @@ class Guard:
             answer = await self._call(
                 "reset",
                 lambda: made.reset,
-                (context(),),
+                (self._told(context()),),
                 lambda value: check_observation(value, self._vocab_size),
                 self._within,
                 stops,
@@ -123,7 +127,7 @@ class Guard:
         if isinstance(made, End):
             return made
         end: End | None = await self._call(
-            "reset", lambda: made.restore, (context(), state), check_nothing, self._within, stops
+            "reset", lambda: made.restore, (self._told(context()), state), check_nothing, self._within, stops
         )
         self._ready = end is None
         return end
@@ -134,6 +138,24 @@ class Guard:
         if made.stateless:
             return None
         return await self._call("snapshot", lambda: made.snapshot, (), check_snapshot, self._within, stops)
+
+    @property
+    def talks(self) -> bool:
+        """May something have been said in its conversation?"""
+        if isinstance(self._environment, StandIn):
+            return self._environment.talks
+        return self._chat is not None and self._chat.length > 0
+
+    async def said(self, since: int, stops: Stops) -> tuple[bytes, ...] | End | None:
+        """What was said in its conversation after the first `since` messages: see `Conversation.said`."""
+        made = self._environment
+        if isinstance(made, StandIn):
+            return await self._call("snapshot", lambda: made.said, (since,), _anything, self._within, stops)
+        return () if self._chat is None else self._chat.said(since)
+
+    def _told(self, context: Context) -> Context:
+        self._chat = context.chat
+        return context
 
     @property
     def _within(self) -> float:

@@ -9,7 +9,7 @@ import dataclasses
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from engine.request import IntArray
 from protocols.fields import Record
@@ -37,6 +37,9 @@ from rollout.environments.checks import (
 from rollout.environments.errors import ProcessDied
 from rollout.environments.pool import Pool, Shared
 from rollout.environments.processes import Process
+
+if TYPE_CHECKING:
+    from rollout.chat.conversation import Conversation
 
 T = TypeVar("T")
 
@@ -85,13 +88,15 @@ class Traits:
 
 
 class StandIn(Environment):
-    """Passes each call on to the environment kept as number `kept` in `process`."""
+    """Passes each call on to the environment kept as number `kept` in `process`. talks: it has a conversation."""
 
     def __init__(self, pool: Pool, process: Process, kept: int, traits: Traits) -> None:
         self.on_length = traits.on_length  # type: ignore[misc]
         self.fixed_turns = traits.fixed_turns  # type: ignore[misc]
         self.stateless = traits.stateless  # type: ignore[misc]
         self.can_snapshot = traits.can_snapshot
+        self.talks = False
+        self._branches = False
         self._pool = pool
         self._process = process
         self._kept = kept
@@ -111,7 +116,13 @@ class StandIn(Environment):
     async def snapshot(self) -> Mapping[str, Any]:
         return cast(Mapping[str, Any], await self._call(_snapshot))
 
+    async def said(self, since: int) -> tuple[bytes, ...] | None:
+        """See `Conversation.said`."""
+        return cast("tuple[bytes, ...] | None", await self._call(_said, since)) if self.talks else ()
+
     async def step(self, turn: TurnResult) -> Step:
+        if not self._branches:
+            turn = dataclasses.replace(turn, before=turn.before[:0])
         return cast(Step, await self._call(_step, turn, self._vocab_size))
 
     async def finish(self, record: Record) -> FinalReward:
@@ -129,6 +140,8 @@ class StandIn(Environment):
 
     def _sent(self, context: Context) -> Context:
         self._vocab_size = context.vocab_size
+        self.talks = context.chat is not None
+        self._branches = context.chat is not None and context.chat.may_branch
         codec = None if context.tokenizer is None else Codec(self._pool.share(context.tokenizer))
         chat = None if context.chat is None else context.chat.sent(self._pool.share)
         return dataclasses.replace(context, ask=_cannot_ask, tokenizer=codec, chat=chat)
@@ -174,46 +187,57 @@ def _imported(_: EnvironmentFactory) -> None:
     """The factory came by its name, so its module is there now."""
 
 
-def _make(factory: EnvironmentFactory) -> Environment | Awaitable[Environment]:
-    return _then(factory(), check_environment)
+@dataclass(slots=True)
+class _Hosted:
+    environment: Environment
+    chat: Conversation | None = None
 
 
-def _traits(environment: Environment) -> Traits:
-    return Traits(
-        environment.on_length, bool(environment.fixed_turns), bool(environment.stateless), can_snapshot(environment)
-    )
+def _make(factory: EnvironmentFactory) -> _Hosted | Awaitable[_Hosted]:
+    return _then(factory(), lambda made: _Hosted(check_environment(made)))
 
 
-def _reset(environment: Environment, context: Context) -> Any:
+def _traits(hosted: _Hosted) -> Traits:
+    made = hosted.environment
+    return Traits(made.on_length, bool(made.fixed_turns), bool(made.stateless), can_snapshot(made))
+
+
+def _reset(hosted: _Hosted, context: Context) -> Any:
     def plain(returned: Any) -> Observation:
         answer = check_observation(returned, context.vocab_size)
         return Observation(answer.observation, answer.glue, answer.max_tokens)
 
-    return _then(environment.reset(context), plain)
+    hosted.chat = context.chat
+    return _then(hosted.environment.reset(context), plain)
 
 
-def _restore(environment: Environment, context: Context, state: Mapping[str, Any]) -> Any:
-    return _then(environment.restore(context, state), check_nothing)
+def _restore(hosted: _Hosted, context: Context, state: Mapping[str, Any]) -> Any:
+    hosted.chat = context.chat
+    return _then(hosted.environment.restore(context, state), check_nothing)
 
 
-def _snapshot(environment: Environment) -> Any:
-    return _then(environment.snapshot(), check_snapshot)
+def _snapshot(hosted: _Hosted) -> Any:
+    return _then(hosted.environment.snapshot(), check_snapshot)
 
 
-def _step(environment: Environment, turn: TurnResult, vocab_size: int) -> Any:
+def _said(hosted: _Hosted, since: int) -> tuple[bytes, ...] | None:
+    return () if hosted.chat is None else hosted.chat.said(since)
+
+
+def _step(hosted: _Hosted, turn: TurnResult, vocab_size: int) -> Any:
     def plain(returned: Any) -> Step:
         answer = check_step(returned, vocab_size)
         return Step(**{field.name: getattr(answer, field.name) for field in dataclasses.fields(Step)})
 
-    return _then(environment.step(turn), plain)
+    return _then(hosted.environment.step(turn), plain)
 
 
-def _finish(environment: Environment, record: Record) -> Any:
-    return _then(environment.finish(record), check_final)
+def _finish(hosted: _Hosted, record: Record) -> Any:
+    return _then(hosted.environment.finish(record), check_final)
 
 
-def _close(environment: Environment) -> Any:
-    return _then(environment.close(), check_nothing)
+def _close(hosted: _Hosted) -> Any:
+    return _then(hosted.environment.close(), check_nothing)
 
 
 def _then(returned: Any, check: Callable[[Any], T]) -> T | Awaitable[T]:

@@ -176,7 +176,8 @@ class Service:
     def _untouched(self, spec: TrajectorySpec, end: End) -> Record:
         waited = 0.0 if spec.accepted is None else time.monotonic() - spec.accepted
         trajectory = Trajectory(spec, self.model)
-        return trajectory.to_record(end, Times(queue=waited), waited, Rewards(), trajectory.partial(spec.snapshot))
+        partial = spec.partial or trajectory.partial()
+        return trajectory.to_record(end, Times(queue=waited), waited, Rewards(), partial)
 
     # Messages in and out.
 

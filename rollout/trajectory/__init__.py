@@ -2,8 +2,10 @@
 
 spec         what it is to do, and how it ended
 tokens       ids, sources, logprobs, versions
+segments     those of a conversation that branched, each with its tokens
 sampling     what a turn asks of the engine
 trajectory   the state machine
+state        of its environment, for it to go on elsewhere
 rollout      the loop around it: engine, environment, clock
 mailbox      answers of the trainer
 deadline     of a turn, a tool, a trajectory

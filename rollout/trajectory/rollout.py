@@ -8,13 +8,10 @@ import copy
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
-
-import msgpack
 
 from engine.request import Completion, Request
 from protocols.errors import Internal
-from protocols.fields import STATUS_OF, ModelInfo, Partial, Record, TrajectoryReason, Truncation
+from protocols.fields import STATUS_OF, ModelInfo, Record, TrajectoryReason, Truncation
 from protocols.replies import TurnDone
 from protocols.requests import Continue
 from rollout.chat.conversation import Conversation
@@ -25,14 +22,13 @@ from rollout.generation.async_engine import AsyncEngine
 from rollout.generation.kv_gate import KvGate
 from rollout.trajectory.deadline import Deadline
 from rollout.trajectory.mailbox import Mailbox
-from rollout.trajectory.spec import End, TrajectorySpec
+from rollout.trajectory.spec import Answer, End, TrajectorySpec
+from rollout.trajectory.state import State
 from rollout.trajectory.stopwatch import Stopwatch
 from rollout.trajectory.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
 
-SNAPSHOT_BYTES = 64 * 2**10
-"""Of an environment's state in a record, as msgpack: what the wire's `max_metadata` allows."""
 CLOSE_S = 0.05
 """How long a record waits for its environment's `close`."""
 
@@ -77,7 +73,7 @@ class Rollout:
         self._over = False
         self._on_rest: Callable[[], None] | None = None
         self._parked: asyncio.Future[None] | None = None
-        self._snapshot: dict[str, Any] | None = None
+        self._state = State(spec, self._environment, model.max_context)
         self._watch = Stopwatch(spec.accepted)
         self.closing: asyncio.Task[None] | None = None
         """The end of the environment, which may take longer than `run`."""
@@ -135,7 +131,7 @@ class Rollout:
     def so_far(self, reason: TrajectoryReason) -> Record:
         """What its record would be if it ended now."""
         times, wall_s = self._watch.total, self._watch.wall_s
-        return self._trajectory.to_record(End(reason), times, wall_s, Rewards(), self._partial())
+        return self._trajectory.to_record(End(reason), times, wall_s, Rewards(), self._state.partial(self._trajectory))
 
     @property
     def length(self) -> int:
@@ -188,38 +184,26 @@ class Rollout:
                         continue
                 if (end := self._stopped() or end) is not None:
                     break
-            answer = await environment.step(trajectory.last_turn(), (self._cancelled, self._overdue))
+            answer = await self._answer()
             trajectory.waited(self._watch.tool())
             end = answer if isinstance(answer, End) else trajectory.answer(answer, fixed_turns=environment.fixed_turns)
-            end = end or await self._keep_state()
         return end
 
     async def _open(self) -> End | None:
-        trajectory, environment, stops = self._trajectory, self._environment, (self._cancelled, self._overdue)
+        trajectory, environment = self._trajectory, self._environment
         if trajectory.begun:
-            self._snapshot = self._spec.snapshot
-            return await environment.reopen(self._context, self._snapshot, stops)
-        answer = await environment.open(self._context, stops)
+            return await environment.reopen(self._context, self._state.snapshot, self._stops)
+        answer = await environment.open(self._context, self._stops)
         if isinstance(answer, End):
             return answer
-        return trajectory.append(answer) or await self._keep_state()
+        return await self._state.keep(self._stops) or trajectory.append(answer)
 
-    async def _keep_state(self) -> End | None:
-        """The environment's state between two turns, where the trajectory may have to go on elsewhere."""
-        if not self._spec.resumable or not self._environment.resumable:
-            return None
-        state = await self._environment.snapshot((self._cancelled, self._overdue))
-        if isinstance(state, End):
-            return state
-        if state is not None and (size := len(msgpack.packb(state))) > SNAPSHOT_BYTES:
-            log.warning("%s: a snapshot of %d bytes is too large to be sent", self._spec.trajectory_id, size)
-            state = None
-        self._snapshot = state
-        return None
-
-    def _partial(self) -> Partial | None:
-        known = self._snapshot is not None or self._environment.stateless or not self._trajectory.begun
-        return self._trajectory.partial(self._snapshot) if known else None
+    async def _answer(self) -> Answer | End:
+        """What the environment says to the last turn; its state is kept with that."""
+        answer = await self._environment.step(self._trajectory.last_turn(), self._stops)
+        if isinstance(answer, End) or answer.done:
+            return answer
+        return await self._state.keep(self._stops) or answer
 
     def _rest(self) -> None:
         on_rest, self._on_rest = self._on_rest, None
@@ -268,7 +252,8 @@ class Rollout:
                 end = scored
             else:
                 rewards = scored
-        return self._trajectory.to_record(end, self._watch.total, self._watch.wall_s, rewards, self._partial())
+        partial = self._state.partial(self._trajectory)
+        return self._trajectory.to_record(end, self._watch.total, self._watch.wall_s, rewards, partial)
 
     def _broken(self, error: BaseException) -> Record:
         """A fault of our own. What the trajectory holds cannot be trusted, so only its prompt goes back."""
@@ -290,8 +275,12 @@ class Rollout:
         if self._generating is not None:
             self._engine.abort((self._generating,), "turn_deadline")
 
+    @property
+    def _stops(self) -> tuple[asyncio.Future[End], ...]:
+        return self._cancelled, self._overdue
+
     def _stopped(self) -> End | None:
-        return next((stop.result() for stop in (self._cancelled, self._overdue) if stop.done()), None)
+        return next((stop.result() for stop in self._stops if stop.done()), None)
 
     def _context(self) -> Context:
         spec, group = self._spec, self._spec.group
@@ -316,4 +305,4 @@ class Rollout:
         if self._chat is None or group.messages is None:
             return None
         form = self._chat.form(group.tools, group.template.options)
-        return Conversation(form, copy.deepcopy(group.messages), group.prompt, group.template)
+        return Conversation(form, copy.deepcopy(group.messages), group.template, self._spec.said)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from engine.request import IntArray
-from protocols.fields import Failure, Group, Record, TrajectoryReason, Truncation
+from protocols.fields import Failure, Group, Partial, Record, TrajectoryReason, Truncation
+from rollout.chat.messages import Message, from_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,15 @@ class TrajectorySpec:
     resumable: bool = False
 
     @property
-    def snapshot(self) -> dict[str, Any] | None:
-        """The state of the environment that it goes on from, if there is one."""
-        return None if self.before is None or self.before.partial is None else self.before.partial.snapshot
+    def partial(self) -> Partial | None:
+        """What it goes on from, besides its tokens."""
+        return None if self.before is None else self.before.partial
+
+    @property
+    def said(self) -> tuple[Message, ...]:
+        """In the conversation that it goes on with, after the submitted messages."""
+        said = None if self.partial is None else self.partial.messages
+        return () if said is None else from_json(said.tobytes())
 
 
 @dataclass(frozen=True, slots=True)

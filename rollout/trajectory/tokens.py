@@ -13,9 +13,6 @@ from protocols.fields import SOURCE_PREFIX, SOURCE_PROMPT, SOURCE_SAMPLED, Segme
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
-MAX_SEGMENTS = 8
-"""Of one trajectory: room for the largest possible record is reserved when it starts."""
-
 
 class Tokens:
     """Ids with their source, logprobs and weight versions. `modes`: the logprobs kept, the primary one first."""

@@ -8,8 +8,10 @@ the ids of the earlier ones.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from engine.request import Completion, Failure, Request
 from protocols import fields
@@ -20,7 +22,6 @@ from protocols.fields import (
     STATUS_OF,
     ModelInfo,
     Record,
-    Segment,
     TrajectoryReason,
     Truncation,
     Turn,
@@ -28,19 +29,12 @@ from protocols.fields import (
 from rollout.environments.base import Rewards, TurnResult
 from rollout.generation.failures import wire_error
 from rollout.trajectory.sampling import engine_params, stop_rule
+from rollout.trajectory.segments import MAX_SEGMENTS, Segments
 from rollout.trajectory.spec import Answer, End, TrajectorySpec
-from rollout.trajectory.tokens import MAX_SEGMENTS, Tokens, fault
+from rollout.trajectory.tokens import Tokens, fault
 
 ABORTED = ("abort_client", "abort_weight_update")
 """Reasons of a turn that can go on where it was broken off."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Closed:
-    """A segment that another one has followed. turns: how many turns of the trajectory precede its end."""
-
-    tokens: Tokens
-    turns: int
 
 
 class Trajectory:
@@ -52,16 +46,13 @@ class Trajectory:
         self._budget = spec.group.budget
         self._stop = stop_rule(self._sampling, model.eos_ids)
         self._max_context = model.max_context
-        self._closed: list[_Closed] = []
-        self._tokens = Tokens(self._sampling.logprobs)
-        self._tokens.add_prompt(spec.group.prompt, spec.group.prompt_source)
+        self._segments = Segments(self._sampling.logprobs, spec.group.prompt, spec.group.prompt_source)
         self._turn_limit = self._sampling.max_tokens
         self._turns: list[Turn] = []
         self._answered = True
         if spec.before is not None and spec.before.partial is not None:
-            (segment,) = spec.before.segments
-            self._tokens.restore(segment)
-            self._turns += segment.turns
+            self._segments.restore(spec.before.segments)
+            self._turns += (turn for segment in spec.before.segments for turn in segment.turns)
             self._turn_limit = spec.before.partial.max_tokens
             self._answered = spec.before.partial.answered
 
@@ -123,10 +114,9 @@ class Trajectory:
         if sum(len(ids) for ids, _ in parts) > room:
             return self._overflow()
         if answer.branch is not None:
-            if len(self._closed) + 1 == MAX_SEGMENTS:
+            if self._segments.index + 1 == MAX_SEGMENTS:
                 return End("length", Truncation(limit="max_segments", value=MAX_SEGMENTS))
-            self._closed.append(_Closed(self._tokens, len(self._turns)))
-            self._tokens = Tokens(self._sampling.logprobs)
+            self._segments.branch(len(self._turns))
         for ids, source in parts:
             self._tokens.add(ids, source)
         self._turn_limit = self._sampling.max_tokens if answer.max_tokens is None else answer.max_tokens
@@ -136,10 +126,7 @@ class Trajectory:
         """May a further turn be sampled, now that weights of `serving_version` serve?"""
         if self._room() <= 0:
             return self._overflow()
-        limit = self._spec.group.max_staleness
-        oldest = min(
-            (version for tokens in self._all() if (version := tokens.oldest_version) is not None), default=None
-        )
+        limit, oldest = self._spec.group.max_staleness, self._segments.oldest_version
         if oldest is not None and limit is not None and serving_version - oldest > limit:
             return End("abort_stale")
         return None
@@ -156,7 +143,7 @@ class Trajectory:
             sampled=self._tokens.sampled,
             max_tokens=self._room() if limit is None else min(limit, self._room()),
             params=engine_params(
-                self._sampling, seed=spec.seed, sample_index=spec.sample_index, segment=len(self._closed)
+                self._sampling, seed=spec.seed, sample_index=spec.sample_index, segment=self._segments.index
             ),
             stop=self._stop,
             order=spec.order,
@@ -203,8 +190,8 @@ class Trajectory:
 
     def last_turn(self) -> TurnResult:
         turn = self._turns[-1]
-        span = slice(turn.start, turn.start + turn.length)
-        return TurnResult(turn, self._tokens.ids[span], self._tokens.logprobs[span], self.length)
+        span, ids = slice(turn.start, turn.start + turn.length), self._tokens.ids
+        return TurnResult(turn, ids[span], self._tokens.logprobs[span], self.length, ids[: turn.start])
 
     def waited(self, seconds: float) -> None:
         """The environment had the last turn for so long."""
@@ -238,6 +225,8 @@ class Trajectory:
         if (before := spec.before) is not None:
             times, wall_s = add_times(before.times, times), before.wall_s + wall_s
         status = STATUS_OF[end.reason]
+        if status != "aborted":
+            partial = None
         return Record.model_construct(
             trajectory_id=spec.trajectory_id,
             group_id=group.id,
@@ -245,7 +234,7 @@ class Trajectory:
             sample_index=spec.sample_index,
             status=status,
             finish_reason=end.reason,
-            segments=self._segments(trainable=status != "failed"),
+            segments=self._segments.values(self._turns, trainable=status != "failed", whole=partial is not None),
             sampling=self._sampling.model_copy(update={"seed": spec.seed}),
             reward=rewards.total,
             rewards=dict(rewards.parts),
@@ -256,28 +245,20 @@ class Trajectory:
             metadata=group.metadata,
             purpose=group.purpose,
             retries=spec.retries,
-            partial=partial if status == "aborted" else None,
+            partial=partial,
         )
 
-    def partial(self, snapshot: dict[str, Any] | None) -> fields.Partial | None:
-        """What it takes to go on from here elsewhere. None: it takes more than a record can hold."""
-        if self._closed or self._spec.group.messages is not None:
-            return None
-        limit = self._turn_limit
-        return fields.Partial.model_construct(answered=self._answered, max_tokens=limit, snapshot=snapshot)
-
-    def _segments(self, *, trainable: bool) -> tuple[Segment, ...]:
-        """A segment in which nothing was sampled says nothing new, unless it is the only one."""
-        ends = [closed.turns for closed in self._closed] + [len(self._turns)]
-        spans = zip(self._all(), [0, *ends], ends, strict=False)
-        return tuple(
-            tokens.segment(self.turns[start:end], trainable=trainable)
-            for tokens, start, end in spans
-            if end > start or tokens is self._all()[0]
+    def partial(
+        self, snapshot: dict[str, Any] | None = None, messages: npt.NDArray[np.uint8] | None = None
+    ) -> fields.Partial:
+        """What it takes, with its record, to go on from here elsewhere: see `Partial`."""
+        return fields.Partial.model_construct(
+            answered=self._answered, max_tokens=self._turn_limit, snapshot=snapshot, messages=messages
         )
 
-    def _all(self) -> list[Tokens]:
-        return [*(closed.tokens for closed in self._closed), self._tokens]
+    @property
+    def _tokens(self) -> Tokens:
+        return self._segments.now
 
     def _turn(self, completion: Completion, times: fields.Times) -> Turn:
         start, count, stop = self.length, len(completion.token_ids), completion.stop

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import pickle
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,9 +22,24 @@ MORE = {"role": "user", "content": "and tomorrow?"}
 RESULT = {"role": "tool", "content": "21"}
 
 
-def conversation(template: str = THINKING, messages: Any = (USER,), options: Any = None, **how: Any) -> Conversation:
+class Talk(Conversation):
+    """Tells each turn what is before it, as a trajectory does."""
+
+    held: np.ndarray
+
+    def follow(self, turn: TurnResult, *messages: Any, **how: Any) -> Step:
+        step = super().follow(replace(turn, before=self.held), *messages, **how)
+        past = np.concatenate([self.held, turn.token_ids]) if step.branch is None else step.branch
+        rest = [part for part in (step.glue, step.observation, step.opening) if part is not None]
+        self.held = np.concatenate([past, *rest])
+        return step
+
+
+def conversation(template: str = THINKING, messages: Any = (USER,), options: Any = None, **how: Any) -> Talk:
     form = chat(template).form((), options or {})
-    return Conversation(form, messages, form.prompt(messages), Template(**how))
+    talk = Talk(form, messages, Template(**how))
+    talk.held = form.prompt(messages)
+    return talk
 
 
 def turn(sampled: list[int], reason: Any = "stop") -> TurnResult:
@@ -140,3 +158,50 @@ def test_wrong_messages_change_nothing() -> None:
     with pytest.raises(ChatError):
         talk.follow(said("x"), {"role": "user", "content": 5})
     assert talk.messages == [USER]
+
+
+def test_what_is_before_a_turn_says_whether_the_template_rewrote_it() -> None:
+    """An environment may have put ids of its own there."""
+    talk = conversation(on_user_turn="drop")
+    talk.held = np.concatenate([[7], talk.held]).astype(np.int32)
+    assert talk.follow(said("no thought"), MORE).branch is not None
+
+
+def test_what_was_said_can_be_taken_up_by_another_one() -> None:
+    first = conversation(on_user_turn="drop")
+    first.follow(said(THOUGHT), RESULT)
+    texts = first.said()
+    assert texts is not None
+    assert [json.loads(text) for text in texts] == first.messages[1:]
+    assert first.said(1) == texts[1:]
+    assert first.said(2) == ()
+    second = Talk(first.form, (USER,), Template(on_user_turn="drop"), [json.loads(text) for text in texts])
+    second.held = first.held
+    assert (second.messages, second.length) == (first.messages, 2)
+    one, other = first.follow(said("done"), MORE), second.follow(said("done"), MORE)
+    np.testing.assert_array_equal(one.branch, other.branch)
+    assert one.branch is not None
+    assert added(one) == added(other)
+    assert first.said() == second.said()
+
+
+@pytest.mark.parametrize("odd", [(1, 2), float("nan"), {1: 2}, b"x", {"a", "b"}, np.float32(1), "\ud800"])
+def test_what_json_does_not_hold_as_it_is_cannot_be_taken_up(odd: Any) -> None:
+    talk = conversation()
+    talk.follow(said("x"), {**RESULT, "extra": odd})
+    assert talk.said() is None
+    assert talk.said(2) == ()
+    talk.follow(said("x"), RESULT)
+    assert talk.said(2) is not None
+
+
+def test_in_another_process_it_goes_on_from_there() -> None:
+    talk = Conversation(chat().form(), (USER,), Template())
+    talk.follow(said("x"), RESULT)
+    there = pickle.loads(pickle.dumps(talk.sent(lambda form: Here())))  # noqa: ARG005
+    assert (there.messages, there.length, there.said()) == (talk.messages, 2, talk.said())
+
+
+class Here:
+    def get(self) -> Any:
+        return chat()

@@ -20,7 +20,7 @@ from rollout.tools.environment import ToolEnvironment
 from rollout.tools.results import LIMIT
 from rollout.tools.run import DEADLINE_S, MAX_CALLS
 from rollout.tools.tool import Tool
-from rollout.trajectory.tokens import MAX_SEGMENTS
+from rollout.trajectory.segments import MAX_SEGMENTS
 from tests.rollout.chat.test_wire import MODEL
 from tests.rollout.chat.tiny import chat, tokenizer
 from tests.rollout.timed_engine import TimedEngine

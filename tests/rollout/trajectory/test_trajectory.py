@@ -25,8 +25,8 @@ from protocols.fields import (
     Truncation,
 )
 from rollout.environments.base import Rewards
+from rollout.trajectory.segments import MAX_SEGMENTS
 from rollout.trajectory.spec import Answer, End
-from rollout.trajectory.tokens import MAX_SEGMENTS
 from rollout.trajectory.trajectory import Trajectory
 from tests.rollout.build import EOS, MODEL, group, ids, spec
 from tests.rollout.stub_engine import completed, refused

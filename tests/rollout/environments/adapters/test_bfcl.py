@@ -158,7 +158,7 @@ def test_a_task_goes_on_from_what_was_called() -> None:
         first._next_user()
     first._call((BadCall("no JSON"),))
     form = chat(THINKING).form(tools(FIRST), {})
-    talk = Conversation(form, messages(FIRST), form.prompt(messages(FIRST)), Template())
+    talk = Conversation(form, messages(FIRST), Template())
     second = Bfcl()
     second.restore(dataclasses.replace(context(), chat=talk, config=FIRST), json.loads(json.dumps(first.snapshot())))
     for each in (first, second):

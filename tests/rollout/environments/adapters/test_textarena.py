@@ -108,7 +108,7 @@ def test_a_config_that_means_nothing_is_refused_by_name(config: dict[str, Any], 
 
 def test_a_game_goes_on_from_what_was_played() -> None:
     form, asked = chat().form((), {}), messages(FOUR)
-    talk = Conversation(form, asked, form.prompt(asked), Template())
+    talk = Conversation(form, asked, Template())
     there = dataclasses.replace(context(), chat=talk, config=FOUR, seed=5)
     first, second = TextArena(), TextArena()
     first.reset(there)
