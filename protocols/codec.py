@@ -48,6 +48,8 @@ def encode(message: Value) -> list[bytes | memoryview]:
     describe = msgpack.Packer(buf_size=256).pack
 
     def pack(value: Any) -> Any:
+        if isinstance(value, Value):
+            return vars(value)
         if isinstance(value, np.ndarray):
             described = describe((len(blobs), value.dtype.str, value.shape))
             blobs.append(value.reshape(-1).view(np.uint8).data)
@@ -56,7 +58,7 @@ def encode(message: Value) -> list[bytes | memoryview]:
             return value.item()
         raise TypeError(f"{type(value).__name__} cannot be sent")
 
-    header = msgpack.packb(message.model_dump(warnings=False), default=pack, buf_size=4096)
+    header = msgpack.packb(message, default=pack, buf_size=4096)
     return [header, *blobs]
 
 
