@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from threading import Thread
+from typing import Final
 
 from engine.errors import EngineError
 from engine.handle import Command, EngineInfo, Report
@@ -28,6 +29,8 @@ from engine.start.recipe import EngineRecipe
 log = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
+WORKERS_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+"""Terminals and service managers send them to the whole group, and the worker needs its engine in order to drain."""
 
 
 Message = EngineInfo | EngineError | Report | LogLine | Close
@@ -42,9 +45,9 @@ def main(fd: int, parent: int) -> None:
     Answered by log lines at any time, once by an `EngineInfo` or an `EngineError`, then by reports, last by `Close`.
     """
     _die_with(parent)
-    # Terminals and service managers signal the whole group, and the worker needs its engine in order to drain.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in WORKERS_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, WORKERS_SIGNALS)
     pipe = Pipe(Connection(fd))
     messages = pipe.receive()
     recipe, level = next(messages), next(messages)

@@ -17,7 +17,7 @@ from typing import Final
 
 from engine.errors import EngineError
 from engine.handle import Command, EngineInfo, EngineStats, Report
-from engine.handles.child import Message
+from engine.handles.child import WORKERS_SIGNALS, Message
 from engine.handles.log_line import LogLine
 from engine.handles.loop import Close
 from engine.handles.pipe import Pipe, taken
@@ -59,13 +59,12 @@ class ProcessEngine:
         self._deliver: Callable[[Report], None] = lambda _: None
         self._closed = False
         self._stopped = Event()
+        self._process: subprocess.Popen[bytes] | None = None
         self._sender = Thread(target=self._send_all, name="engine commands", daemon=True)
-        process: Future[subprocess.Popen[bytes]] = Future()
         ready: Future[EngineInfo] = Future()
         # Linux counts the thread that started a process as its parent, so that one has to stay: it is the reader.
-        self._reader = Thread(target=self._run, args=(recipe, theirs, process, ready), name="engine", daemon=True)
+        self._reader = Thread(target=self._run, args=(recipe, theirs, ready), name="engine", daemon=True)
         self._reader.start()
-        self._process = process.result()
         try:
             self.info = ready.result()
         except BaseException:
@@ -74,6 +73,7 @@ class ProcessEngine:
 
     @property
     def pid(self) -> int:
+        assert self._process is not None
         return self._process.pid
 
     def start(self, deliver: Callable[[Report], None]) -> None:
@@ -97,7 +97,7 @@ class ProcessEngine:
                 self._sender.start()
         stopped = self._stopped.wait(timeout)
         if not stopped:
-            self._process.kill()
+            self._kill()
         self._reader.join(GONE_S)
         self._sender.join(GONE_S)
         if not (self._reader.is_alive() or self._sender.is_alive()):
@@ -106,17 +106,18 @@ class ProcessEngine:
 
     # The reader's thread.
 
-    def _run(
-        self, recipe: EngineRecipe, theirs: Pipe, started: Future[subprocess.Popen[bytes]], ready: Future[EngineInfo]
-    ) -> None:
+    def _run(self, recipe: EngineRecipe, theirs: Pipe, ready: Future[EngineInfo]) -> None:
         try:
-            process = _start(theirs)
+            process = self._process = _start(theirs)
         except Exception as error:
-            started.set_exception(error)
+            self._stopped.set()
+            ready.set_exception(error)
             return
         finally:
             theirs.close()
-        started.set_result(process)
+        if self._closed:
+            # It was given up before there was anything to kill.
+            process.kill()
         try:
             with suppress(OSError):
                 self._pipe.send([recipe, logging.getLogger().getEffectiveLevel()])
@@ -169,11 +170,17 @@ class ProcessEngine:
             pass
         except Exception:
             log.exception("the engine process cannot be told")
+            self._kill()
+
+    def _kill(self) -> None:
+        if self._process is not None:
             self._process.kill()
 
 
 def _start(theirs: Pipe) -> subprocess.Popen[bytes]:
     """A child that finds the modules that we find, with its end of the pipe and nothing else of ours."""
+    # A child is born with the mask of the thread that starts it: until it ignores what is the worker's, that waits.
+    signal.pthread_sigmask(signal.SIG_BLOCK, WORKERS_SIGNALS)
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     code = f"from engine.handles.child import main; main({theirs.fileno()}, {os.getpid()})"
     return subprocess.Popen(

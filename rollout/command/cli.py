@@ -110,5 +110,8 @@ def _load(config: WorkerConfig) -> Loaded:
 
 
 def _leave(number: int, _: FrameType | None) -> NoReturn:
-    logging.getLogger(__name__).info("%s before the worker was ready", signal.Signals(number).name)
-    sys.exit(0)
+    try:
+        logging.getLogger(__name__).info("%s before the worker was ready", signal.Signals(number).name)
+    finally:
+        # An exception would be raised wherever the start happens to be: torch, as it is imported, aborts on one.
+        os._exit(0)

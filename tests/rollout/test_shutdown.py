@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,8 +14,9 @@ from typing import Any
 
 import pytest
 
+import rollout.__main__
 from tests.rollout.raw_client import RawClient, group
-from tests.rollout.workers import WorkerProcess, eventually
+from tests.rollout.workers import ROOT, WorkerProcess, eventually
 
 GRACE = 2.0
 """Seconds that the worker may take beyond its drain timeout (ack timeout 1 s, and this machine's moods)."""
@@ -174,3 +177,39 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
         assert worker.wait() == 0
         with pytest.raises(ProcessLookupError):
             os.kill(worker.process.pid, 0)
+
+
+STUBBORN = """
+import time
+from rollout.command.cli import parse, run
+
+def load(config):
+    print("loading", flush=True)
+    while True:
+        try:
+            time.sleep(60)
+        except BaseException:
+            print("not now")
+
+run(parse(["--weights", "none", "--bind", "tcp://127.0.0.1:0"]), load)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_it_is_ready_ends_it_whatever_the_start_is_doing(number: signal.Signals) -> None:
+    arguments = [sys.executable, "-c", STUBBORN]
+    with subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as worker:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == "loading\n"
+        worker.send_signal(number)
+        said, log = worker.communicate(timeout=20)
+    assert (worker.returncode, said) == (0, "")
+    assert f"{number.name} before the worker was ready" in log
+
+
+def test_ctrl_c_before_the_options_are_read_prints_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rollout.command.cli.main", interrupted)
+    assert rollout.__main__.main() == 130
