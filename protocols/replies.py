@@ -112,6 +112,7 @@ class WorkerStatus(ReplyMessage):
 
     engine: gauges and counters by name.
     wire: gauges and counters by name.
+    environments: of the processes that environments and tools run in, gauges and counters by name.
     """
 
     type: Literal["worker_status"] = "worker_status"
@@ -126,6 +127,7 @@ class WorkerStatus(ReplyMessage):
     sessions: Size
     engine: dict[str, float] = Field(default_factory=dict)
     wire: dict[str, float] = Field(default_factory=dict)
+    environments: dict[str, float] = Field(default_factory=dict)
 
 
 class Pong(ReplyMessage):

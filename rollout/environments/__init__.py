@@ -9,6 +9,7 @@ checks       what came back
 calls        one call of foreign code
 errors       what it raised, as text
 pool         processes, replaced when they die
+line         who gets the next one
 nursery      where they are forked
 processes    one of them, from outside
 warden       one of them, the part that cleans up

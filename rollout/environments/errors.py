@@ -17,6 +17,10 @@ class ProcessDied(SpeaksForItself):
     """The process ended, or was ended, before it answered; the message says how."""
 
 
+class NoProcess(SpeaksForItself):
+    """All processes were busy for too long. No fault of what was to run in one: the worker has too few."""
+
+
 def describe(error: BaseException) -> str:
     """The name of its class and what it says."""
     try:

@@ -21,7 +21,7 @@ from rollout.environments.checks import (
     check_snapshot,
     check_step,
 )
-from rollout.environments.errors import describe
+from rollout.environments.errors import NoProcess, describe
 from rollout.environments.isolated import Isolated, StandIn, can_snapshot
 from rollout.trajectory.deadline import Deadline
 from rollout.trajectory.spec import Answer, End
@@ -277,7 +277,7 @@ class Guard:
 
     def _raised(self, stage: Stage, error: BaseException) -> End:
         log.warning("%s: %s raised", self._name, stage, exc_info=error)
-        return _failed(stage, describe(error))
+        return _failed(stage, describe(error), "overloaded" if isinstance(error, NoProcess) else "internal")
 
     async def _leave(self, stage: Stage, call: Call) -> None:
         call.task.cancel()

@@ -13,20 +13,25 @@ import functools
 import logging
 import os
 import pickle
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from rollout.environments.errors import ProcessDied, Reported
+from rollout.environments.errors import NoProcess, ProcessDied, Reported
+from rollout.environments.line import Line, Owner, Place
 from rollout.environments.nursery import Nursery
 from rollout.environments.processes import Process
 
-__all__ = ["Pool", "ProcessDied", "Reported", "Shared"]
+__all__ = ["NoProcess", "Owner", "Pool", "PoolStats", "ProcessDied", "Reported", "Shared"]
 
 log = logging.getLogger(__name__)
 
 CLOSE_S: Final = 1.0
 """How long processes that were killed may take to be gone."""
+SPARE_S: Final = 10.0
+"""How long a process that is one more than there may be waits, idle, for the next call."""
+NOBODY: Final = Owner()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +51,32 @@ def _unpickled(shared: Shared) -> Any:
     return pickle.loads(os.pread(shared.descriptor, shared.size, shared.offset))
 
 
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """Now: processes, calls that wait for one. Since the start: calls that got one, seconds for which those waited,
+    processes that died or had to be killed."""
+
+    processes: int
+    calls_waiting: int
+    calls_total: int
+    wait_s_total: float
+    deaths_total: int
+
+
 class Pool:
-    """At most `size` processes. Used on one event loop; nothing is started before it is needed."""
+    """At most `size` processes, for calls or for leases. Used on one event loop; starts nothing before it is needed.
+
+    A session whose calls hold no process never waits for those of others: its first is one more than there may be.
+    """
 
     def __init__(self, size: int, name: str = "environments") -> None:
         self._size = size
         self._name = name
         self._processes: list[Process] = []
-        self._alone: set[Process] = set()
-        self._changed = asyncio.Event()
+        self._line: Line[Process] = Line()
+        self._calls = 0
+        self._waited_s = 0.0
+        self._deaths = 0
         self._shared: dict[int, tuple[Any, Shared]] = {}
         self._memory: int | None = None
         self._nursery: Nursery | None = None
@@ -64,33 +86,53 @@ class Pool:
     def pids(self) -> tuple[int, ...]:
         return tuple(process.pid for process in self._processes)
 
-    async def call(self, function: Callable[..., Any], args: Sequence[Any] = (), deadline: float | None = None) -> Any:
+    @property
+    def stats(self) -> PoolStats:
+        return PoolStats(len(self._alive()), len(self._line), self._calls, self._waited_s, self._deaths)
+
+    async def call(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any] = (),
+        deadline: float | None = None,
+        *,
+        owner: Owner = NOBODY,
+        wait: float | None = None,
+    ) -> Any:
         """`function(*args)` in a process where nothing else runs meanwhile; what it leaves running there is killed.
 
         function: one that can be imported by its name; a coroutine function too. args, and what it returns: plain
         values (numbers, text, bytes, collections, arrays, classes of ours), the latter of at most MAX_RESULT bytes.
-        deadline: seconds from its start; the wait for a free process does not count.
-        Raises TimeoutError, Reported (what it raised, or why it returned nothing usable) and ProcessDied.
+        deadline: seconds from its start. wait: seconds until then, for a process to be free and up.
+        Raises NoProcess after `wait`, TimeoutError after `deadline`, Reported (what it raised, or why it returned
+        nothing usable) and ProcessDied.
         """
-        process = await self._take(alone=True)
+        place = self._line.join(owner)
         try:
+            self._serve()
+            process = await self._within(wait, place)
             return await asyncio.wait_for(process.run(function, args, grace=0.0), deadline)
         finally:
-            if process.leaves_children:
-                process.kill("killed, since a call left processes behind")
-            self.release(process)
+            self._leave(place)
 
     async def lease(self) -> Process:
         """The process with the fewest users, a new one where all have some and there may be more.
 
         To be given back to `release`. Raises ProcessDied, OSError.
         """
-        return await self._take(alone=False)
+        process = self._free()
+        if process is None:
+            process = min(self._alive(), key=lambda process: process.load)
+        process.load += 1
+        try:
+            await process.ready()
+        except BaseException:
+            self.release(process)
+            raise
+        return process
 
     def release(self, process: Process) -> None:
         process.load -= 1
-        self._alone.discard(process)
-        self._wake()
 
     def share(self, value: Any) -> Shared:
         """The same value is kept once. It lives as long as the pool."""
@@ -106,6 +148,7 @@ class Pool:
     async def close(self) -> None:
         """Kill them all. Idempotent."""
         self._closed = True
+        self._serve()
         processes = list(self._processes)
         for process in processes:
             process.kill("no longer needed")
@@ -117,29 +160,73 @@ class Pool:
             os.close(self._memory)
             self._memory = None
 
-    async def _take(self, *, alone: bool) -> Process:
-        while (process := self._find(alone)) is None:
-            await self._changed.wait()
-        process.load += 1
-        if alone:
-            self._alone.add(process)
+    async def _within(self, wait: float | None, place: Place[Process]) -> Process:
         try:
-            await process.ready()
-        except BaseException:
-            self.release(process)
-            raise
+            async with asyncio.timeout(wait):
+                process = await place.got
+                await process.ready()
+        except TimeoutError:
+            raise NoProcess(
+                f"no process of {self._name} was free within {wait:g} s: {self._size} are busy and {len(self._line)} "
+                "calls wait; --env-processes says how many there may be"
+            ) from None
+        self._calls += 1
+        self._waited_s += time.monotonic() - place.since
         return process
 
-    def _find(self, alone: bool) -> Process | None:
+    def _serve(self) -> None:
+        """Give what is free to those that wait for it."""
+        while (place := self._line.first()) is not None:
+            if place.got.done():  # cancelled, and it does not know yet
+                self._line.leave(place)
+                continue
+            try:
+                process = self._free(more=self._line.holds(place.owner.session) == 0)
+            except (OSError, ProcessDied) as error:
+                self._line.leave(place)
+                place.got.set_exception(error)
+                continue
+            if process is None:
+                return
+            self._line.take(place)
+            process.load += 1
+            place.got.set_result(process)
+
+    def _leave(self, place: Place[Process]) -> None:
+        """Its call is over, or given up, perhaps while it waited."""
+        self._line.leave(place)
+        got = place.got
+        if not got.done() or got.cancelled() or got.exception() is not None:
+            return
+        process = got.result()
+        if process.leaves_children:
+            process.kill("killed, since a call left processes behind")
+        process.load -= 1
+        self._line.give_back(place.owner)
+        if len(self._alive()) > self._size:
+            asyncio.get_running_loop().call_later(SPARE_S, self._trim)
+        self._serve()
+
+    def _trim(self) -> None:
+        """End those that are more than there may be, and idle."""
+        alive = self._alive()
+        idle = [process for process in alive if process.load == 0]
+        for process in idle[: max(0, len(alive) - self._size)]:
+            self._processes.remove(process)
+            process.kill("one more than there may be")
+
+    def _free(self, *, more: bool = False) -> Process | None:
+        """One that nobody uses, where one more may be used. more: also where not."""
         if self._closed:
             raise ProcessDied(f"{self._name}: there are no more processes")
-        usable = [p for p in self._processes if p not in self._alone and not p.died.done()]
-        least = min(usable, key=lambda process: process.load, default=None)
-        if least is not None and least.load == 0:
-            return least
-        if len(self._processes) < self._size:
-            return self._start()
-        return None if alone else least
+        alive = self._alive()
+        idle = [process for process in alive if process.load == 0]
+        if len(alive) - len(idle) >= self._size and not more:
+            return None
+        return idle[0] if idle else self._start()
+
+    def _alive(self) -> list[Process]:
+        return [process for process in self._processes if not process.died.done()]
 
     def _start(self) -> Process:
         if self._nursery is None or not self._nursery.alive:
@@ -150,14 +237,13 @@ class Pool:
         return process
 
     def _bury(self, process: Process, reason: str) -> None:
+        if process not in self._processes:
+            return
         self._processes.remove(process)
         if not self._closed:
+            self._deaths += 1
             log.warning("%s", reason)
-        self._wake()
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._serve()
 
     def _descriptor(self) -> int:
         if self._memory is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import pickle
 from collections.abc import Container, Mapping, Sequence
@@ -12,7 +13,7 @@ from protocols import fields
 from protocols.errors import BadRequest
 from rollout.environments.base import Environment, EnvironmentFactory
 from rollout.environments.isolated import Isolated
-from rollout.environments.pool import Pool
+from rollout.environments.pool import NOBODY, Owner, Pool
 from rollout.environments.remote import Remote
 from rollout.environments.scripted import Scripted
 from rollout.tools.environment import Placed, ToolEnvironment, placed
@@ -87,11 +88,15 @@ class Registry:
         lacking = () if self._tools else ("tools",)
         return tuple(sorted({*BUILT_IN, *self._plugins, *self._installed}.difference(lacking)))
 
-    def resolve(self, environment: fields.Environment) -> EnvironmentFactory:
-        """What makes the environment of each trajectory of a submitted group.
+    def resolve(self, environment: fields.Environment, owner: Owner = NOBODY) -> EnvironmentFactory:
+        """What makes the environment of a trajectory, `owner`, of a submitted group.
 
         Raises BadRequest for a name that is unknown (the message lists the known ones) or cannot be imported.
         """
+        factory = self._factory(environment)
+        return dataclasses.replace(factory, owner=owner) if isinstance(factory, Placed) else factory
+
+    def _factory(self, environment: fields.Environment) -> EnvironmentFactory:
         name = environment.name
         if name == "scripted":
             return _scripted(environment.script)
@@ -108,6 +113,18 @@ class Registry:
         raise BadRequest(
             f"{name!r} is no environment of this worker; known: {', '.join(self.names)}", field="environment.name"
         )
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """Of the processes of environments and tools, by name: see `WorkerStatus.environments`."""
+        environments, tools = self._pool.stats, self._tool_pool.stats
+        return {
+            "processes": environments.processes + tools.processes,
+            "calls_waiting": tools.calls_waiting,
+            "calls_total": tools.calls_total,
+            "call_wait_s_total": tools.wait_s_total,
+            "process_deaths_total": environments.deaths_total + tools.deaths_total,
+        }
 
     async def close(self) -> None:
         """End the processes of environments."""

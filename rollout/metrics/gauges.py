@@ -1,4 +1,4 @@
-"""`engine/*`, `weights/*`, `mem/*`, `wire/*`: the machine as it is now, out of two looks at the worker."""
+"""`engine/*`, `env/*`, `weights/*`, `mem/*`, `wire/*`: the machine as it is now, out of two looks at the worker."""
 
 from __future__ import annotations
 
@@ -58,9 +58,10 @@ class Gauges:
         self._weights["weights/failures"] += 1
 
     def look(self, status: WorkerStatus) -> dict[str, float]:
-        engine, wire = status.engine, status.wire
-        since = {name: value - self._before.get(name, 0.0) for name, value in engine.items()}
-        self._before = dict(engine)
+        engine, wire, environments = status.engine, status.wire, status.environments
+        counted = engine | environments
+        since = {name: value - self._before.get(name, 0.0) for name, value in counted.items()}
+        self._before = counted
         steps = since["steps_total"]
         return {
             "engine/num_requests_running": engine["running"],
@@ -73,6 +74,10 @@ class Gauges:
             **_ratio("engine/cuda_graph_hit_rate", since["graph_steps_total"], steps),
             "engine/split_kv_steps": engine["split_steps_total"],
             **_ratio("engine/batch_size/mean", since["sampled_tokens_total"], steps),
+            "env/processes": environments["processes"],
+            "env/calls_waiting": environments["calls_waiting"],
+            **_ratio("env/call_wait_s_avg", since["call_wait_s_total"], since["calls_total"]),
+            "env/process_deaths": environments["process_deaths_total"],
             "weights/version": status.weight_version,
             **self._weights,
             "mem/rss_gb": self._rss() / 1e9,

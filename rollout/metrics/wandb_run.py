@@ -59,7 +59,9 @@ class WandbRun:
         self._told = threading.Thread(target=self._listen, name="metrics W&B replies", daemon=True)
         self._told.start()
         self._abandoned = False
-        axes = {"rollout/*": ROUND_AXIS} | dict.fromkeys(("engine/*", "weights/*", "mem/*", "wire/*"), TIME_AXIS)
+        axes = {"rollout/*": ROUND_AXIS} | dict.fromkeys(
+            ("engine/*", "env/*", "weights/*", "mem/*", "wire/*"), TIME_AXIS
+        )
         self._send({"options": asdict(options), "axes": axes, "worker": os.getpid()})
 
     def write(self, row: Row) -> None:

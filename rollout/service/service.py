@@ -26,6 +26,7 @@ from rollout.batches.runs import Runs
 from rollout.chat.format import ChatFormat
 from rollout.command.versions import ours
 from rollout.environments.base import Rewards, TextCodec
+from rollout.environments.pool import Owner
 from rollout.environments.registry import Registry
 from rollout.generation.async_engine import AsyncEngine
 from rollout.generation.kv_gate import KvGate
@@ -166,7 +167,7 @@ class Service:
         return Rollout(
             spec,
             engine=self._generator,
-            environment=self.environments.resolve(spec.group.environment),
+            environment=self.environments.resolve(spec.group.environment, Owner(spec.session, spec.trajectory_id)),
             model=self.model,
             on_turn=on_turn,
             tokenizer=self._tokenizer,
@@ -256,6 +257,7 @@ class Service:
             sessions=len(self.sessions),
             engine={name: float(value) for name, value in dataclasses.asdict(self.engine.stats).items()},
             wire=self._wire(),
+            environments=self.environments.stats,
         )
 
     def _wire(self) -> dict[str, float]:

@@ -22,10 +22,10 @@ from rollout.chat.errors import ChatError
 from rollout.chat.messages import Message
 from rollout.environments.base import Context, Environment, EnvironmentFactory, FinalReward, Step, TurnResult
 from rollout.environments.calls import Call, Raised
-from rollout.environments.pool import Pool
+from rollout.environments.pool import NOBODY, Owner, Pool
 from rollout.tools.parse import Said, read
 from rollout.tools.results import LIMIT
-from rollout.tools.run import DEADLINE_S, MAX_CALLS, Result, Runner
+from rollout.tools.run import DEADLINE_S, MAX_CALLS, WAIT_S, Problem, Result, Runner
 from rollout.tools.tool import Tool
 
 
@@ -54,14 +54,17 @@ class ToolEnvironment(Environment):
     """Plain functions of a module run in processes, where they may block, crash and be killed; coroutine functions on
     the worker's loop; methods and closures on threads, which cannot be killed."""
     deadline_s: ClassVar[float] = DEADLINE_S
-    """Of one call."""
+    """Of one call, from its start."""
+    wait_s: ClassVar[float] = WAIT_S
+    """Of one call, for a process to be free: then the trajectory fails, and not the call."""
     max_result: ClassVar[int] = LIMIT
     """Characters of what one call returns."""
     max_calls: ClassVar[int] = MAX_CALLS
     """Of one turn."""
     max_bad_calls: ClassVar[int] = 3
     pool: Pool | None = None
-    """Set by the worker."""
+    """Set by the worker, as is the next."""
+    owner: Owner = NOBODY
 
     def reward(self, episode: Episode) -> FinalReward | Awaitable[FinalReward]:  # noqa: ARG002
         """`def` (on a thread) or `async def`. None: nobody scored it."""
@@ -89,7 +92,13 @@ class ToolEnvironment(Environment):
         self._chat: Conversation = context.chat
         self._thinking = self._chat.form.opens_reasoning()
         self._runner = Runner(
-            offered(self.tools, context.config), self.deadline_s, self.max_result, self.max_calls, self.pool
+            offered(self.tools, context.config),
+            self.deadline_s,
+            self.max_result,
+            self.max_calls,
+            self.pool,
+            self.owner,
+            self.wait_s,
         )
         self._most_bad = context.config.get("max_bad_calls", self.max_bad_calls)
         self._bad = 0
@@ -97,15 +106,28 @@ class ToolEnvironment(Environment):
         self._results: list[Result] = []
         self._answer = ""
 
+    def progress(self) -> dict[str, Any]:
+        """What `go_on` takes, besides the conversation: for a class that has `snapshot` and `restore`."""
+        problems = [result.problem for result in self._results]
+        return {"answer": self._answer, "replies": self._replies, "problems": problems}
+
+    async def go_on(self, context: Context, progress: Mapping[str, Any]) -> None:
+        """In place of `reset`: as if all that was said in the conversation had been said here."""
+        await ToolEnvironment.reset(self, context)
+        problems: list[Problem | None] = progress["problems"]
+        results = [message for message in self._chat.messages if message["role"] == "tool"]
+        for message, problem in zip(results[len(results) - len(problems) :], problems, strict=True):
+            self._add(Result(message["name"], message["content"], problem))
+        self._answer, self._replies = progress["answer"], progress["replies"]
+
     async def step(self, turn: TurnResult) -> Step:
         said = read(self._chat.text(turn), complete=turn.finish_reason == "stop", thinking=self._thinking)
         self._answer = said.content
         if not said.calls:
             return await self._answered(turn)
         results = await self._runner.run(said.calls)
-        self._results += results
         for result in results:
-            self._bad = self._bad + 1 if result.bad_call else 0
+            self._add(result)
         messages = [_message(result, i) for i, result in enumerate(results)]
         if self._most_bad and self._bad >= self._most_bad:
             self._chat.follow(turn)
@@ -115,6 +137,10 @@ class ToolEnvironment(Environment):
     async def finish(self, record: Record) -> FinalReward:
         outcome: FinalReward = await _call(self.reward, self._episode(record))
         return outcome
+
+    def _add(self, result: Result) -> None:
+        self._results.append(result)
+        self._bad = self._bad + 1 if result.bad_call else 0
 
     async def _answered(self, turn: TurnResult) -> Step:
         text: str | None = await _call(self.reply, self._episode(None))
@@ -129,14 +155,15 @@ class ToolEnvironment(Environment):
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Makes environments whose plain functions run in the processes of `pool`."""
+    """Makes environments whose plain functions run in the processes of `pool`, for `owner`."""
 
     factory: type[ToolEnvironment]
     pool: Pool
+    owner: Owner = NOBODY
 
     def __call__(self) -> ToolEnvironment:
         environment = self.factory()
-        environment.pool = self.pool
+        environment.pool, environment.owner = self.pool, self.owner
         return environment
 
 

@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from rollout.environments.calls import Call as Started
 from rollout.environments.calls import Raised
-from rollout.environments.errors import Reported, describe
-from rollout.environments.pool import Pool
+from rollout.environments.errors import NoProcess, Reported, describe
+from rollout.environments.pool import NOBODY, Owner, Pool
 from rollout.tools.parse import BadCall, Call
 from rollout.tools.results import LIMIT, as_text
 from rollout.tools.tool import BadArguments, Tool, check
@@ -24,6 +24,7 @@ BAD: frozenset[Problem] = frozenset(("malformed", "unknown_tool", "bad_arguments
 UNWIND_S = 1.0
 """How long a coroutine that was given up may take to unwind."""
 DEADLINE_S = 30.0
+WAIT_S = 300.0
 MAX_CALLS = 16
 
 
@@ -42,10 +43,10 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """deadline_s: of one call, the wait for a process not counted. limit: characters of one result.
+    """deadline_s: of one call, from its start. wait_s: of one call, for a process. limit: characters of one result.
 
     max_calls: of one turn; more are not run. pool: processes for plain functions; without it they run on threads, which
-    cannot be ended: a call that was given up goes on there unheard.
+    cannot be ended: a call that was given up goes on there unheard. owner: for whom.
     """
 
     tools: Mapping[str, Tool]
@@ -53,10 +54,17 @@ class Runner:
     limit: int = LIMIT
     max_calls: int = MAX_CALLS
     pool: Pool | None = None
+    owner: Owner = NOBODY
+    wait_s: float = WAIT_S
 
     async def run(self, calls: Sequence[Call | BadCall]) -> list[Result]:
-        """All at once."""
-        return list(await asyncio.gather(*(self._one(call, i) for i, call in enumerate(calls))))
+        """All at once. Raises NoProcess, and gives the other calls up: it is no result that the model should see."""
+        tasks = [asyncio.ensure_future(self._one(call, i)) for i, call in enumerate(calls)]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
 
     async def _one(self, call: Call | BadCall, index: int) -> Result:
         if isinstance(call, BadCall):
@@ -73,12 +81,15 @@ class Runner:
             return self._failed(call.name, f"bad arguments: {error}", "bad_arguments")
         except TimeoutError:
             return self._failed(call.name, f"timeout: no result within {self.deadline_s:g} s", "timeout")
+        except NoProcess:
+            raise
         except Exception as error:
             return self._failed(call.name, describe(error), "raised")
 
     async def _text(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
         if self.pool is not None and _has_address(function):
-            kind, text = await self.pool.call(_there, (function, dict(arguments), self.limit), self.deadline_s)
+            args = (function, dict(arguments), self.limit)
+            kind, text = await self.pool.call(_there, args, self.deadline_s, owner=self.owner, wait=self.wait_s)
             if kind == "bad_arguments":
                 raise BadArguments(text)
             if kind == "raised":

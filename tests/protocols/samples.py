@@ -310,6 +310,7 @@ REPLIES: dict[str, Reply] = {
             sessions=1,
             engine={"num_requests_running": 2},
             wire={"rx_bytes": 1024, "tx_bytes": 4096},
+            environments={"processes": 3},
         ),
         Pong(id="16", boot_id="boot-1", weight_version=4),
         ErrorReply(

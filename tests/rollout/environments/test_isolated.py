@@ -261,3 +261,22 @@ def test_many_share_few_processes() -> None:
         assert all(process.load == 0 for process in registry._pool._processes)
 
     with_registry(main, processes=2)
+
+
+@pytest.mark.parametrize("stage", ["reset", "step", "finish", "close"])
+def test_many_that_hang_at_once_end_at_their_deadlines_and_leave_nothing_behind(stage: str) -> None:
+    patience = Patience(0.5, 0.5, 0.5)
+
+    async def main(registry: Registry) -> None:
+        assert await play(guard(registry, "Odd"), about()) == Rewards(3.0)
+        began = time.monotonic()
+        hung = [play(guard(registry, "Odd", patience), about(stage=stage, what="hang")) for _ in range(24)]
+        ends = await asyncio.gather(*hung)
+        assert time.monotonic() - began < 0.5 + 10.0, "not one after the other"
+        if stage != "close":
+            assert all(isinstance(end, End) and end.reason == "env_error" for end in ends)
+        assert all(process.load == 0 for process in registry._pool._processes)
+        assert await play(guard(registry, "Odd"), about()) == Rewards(3.0)
+        assert len(registry._pool.pids) <= 2
+
+    with_registry(main, processes=2)

@@ -18,10 +18,10 @@ import pytest
 
 from rollout.environments import warden
 from rollout.environments.frames import MAX_RESULT
-from rollout.environments.pool import Pool, ProcessDied, Reported
+from rollout.environments.pool import NoProcess, Owner, Pool, ProcessDied, Reported
 from tests.rollout.build import run
 from tests.rollout.environments import foreign
-from tests.rollout.workers import ROOT, eventually
+from tests.rollout.workers import ROOT, eventually, soon
 
 GRACE_S = 2.0
 
@@ -232,6 +232,114 @@ def test_calls_wait_for_a_free_process_and_their_deadline_with_them() -> None:
         await asyncio.sleep(0.1)
         assert await pool.call(foreign.sleep, (0.0,), 0.5) == 0.0
         await asyncio.gather(slow, slow_too)
+
+    with_pool(main)
+
+
+def test_a_wait_for_a_process_ends_in_time_by_name_and_the_line_moves_on() -> None:
+    async def main(pool: Pool) -> None:
+        await asyncio.gather(*(pool.call(foreign.later, (0.1, None)) for _ in range(2)))
+        slow = [asyncio.ensure_future(pool.call(foreign.later, (600.0, None))) for _ in range(2)]
+        await asyncio.sleep(0)
+        began = time.monotonic()
+        with pytest.raises(NoProcess, match=r"of tests was free within 0\.2 s: 2 are busy and 1 calls wait"):
+            await pool.call(foreign.add, (1, 1), 10.0, wait=0.2)
+        assert 0.2 <= time.monotonic() - began < 5.0
+        assert pool.stats.calls_waiting == 0
+        given_up = asyncio.ensure_future(pool.call(foreign.add, (1, 1)))
+        patient = asyncio.ensure_future(pool.call(foreign.add, (1, 1), wait=60.0))
+        await asyncio.sleep(0)
+        assert pool.stats.calls_waiting == 2
+        given_up.cancel()
+        slow[0].cancel()
+        assert await patient == 2
+        slow[1].cancel()
+        await asyncio.wait((given_up, *slow))
+        await soon(lambda: pool.stats.deaths_total == 2)
+        assert pool.stats.calls_waiting == 0
+
+    with_pool(main)
+
+
+def test_a_call_that_is_given_up_as_its_process_comes_gives_it_back() -> None:
+    async def main(pool: Pool) -> None:
+        running = asyncio.ensure_future(pool.call(foreign.later, (0.2, None)))
+        await asyncio.sleep(0)
+        given_up = asyncio.ensure_future(pool.call(foreign.add, (1, 1)))
+        await running
+        # It has been given the process in this turn of the loop, and does not know yet.
+        given_up.cancel()
+        await asyncio.wait((given_up,))
+        assert given_up.cancelled()
+        assert await pool.call(foreign.add, (1, 1), wait=10.0) == 2
+        assert len(pool.pids) == 1, "nobody had to be killed for it"
+
+    with_pool(main, size=1)
+
+
+def test_hung_calls_of_many_return_their_processes_at_their_deadline() -> None:
+    """20 hang on 2 processes for 0.2 s each: 2 s are theirs, and the one that works waits no longer than for one."""
+
+    async def main(pool: Pool) -> None:
+        await asyncio.gather(*(pool.call(foreign.later, (0.1, None)) for _ in range(2)))
+        began = time.monotonic()
+        hung = [
+            asyncio.ensure_future(pool.call(how, args, 0.2, owner=Owner("a", str(i))))
+            for i, (how, args) in enumerate([(foreign.sleep, (600,)), (foreign.stubborn, ())] * 10)
+        ]
+        second = asyncio.ensure_future(pool.call(foreign.sleep, (600,), 0.2, owner=Owner("a", "0")))
+        healthy = asyncio.ensure_future(pool.call(foreign.add, (1, 1), 10.0, owner=Owner("b")))
+        assert await healthy == 2
+        assert sum(task.done() for task in hung) <= 2, "another's hung calls were waited for"
+        results = await asyncio.gather(*hung, return_exceptions=True)
+        took = time.monotonic() - began
+        assert [type(result) for result in results] == [TimeoutError] * 20
+        assert not second.done(), "the second call of one went before the first of another"
+        assert 2.0 <= took < 10.0
+        with pytest.raises(TimeoutError):
+            await second
+        await soon(lambda: pool.stats.deaths_total == 21)
+        stats = pool.stats
+        assert (stats.calls_waiting, stats.calls_total) == (0, 2 + 20 + 1 + 1)
+        assert 15.0 < stats.wait_s_total < 20 * took
+
+    with_pool(main)
+
+
+def test_a_session_that_has_none_gets_one_more_than_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout.environments.pool.SPARE_S", 0.1)
+
+    async def main(pool: Pool) -> None:
+        hung = [asyncio.ensure_future(pool.call(foreign.later, (600.0, None), owner=Owner("a"))) for _ in range(3)]
+        await asyncio.sleep(0)
+        assert await pool.call(foreign.add, (1, 1), owner=Owner("b")) == 2
+        spare = await pool.call(foreign.pid, owner=Owner("b"))
+        assert await pool.call(foreign.pid, owner=Owner("c")) == spare, "it stays for the next"
+        assert (pool.stats.processes, pool.stats.calls_waiting) == (3, 1), "a may have two"
+        slow = asyncio.ensure_future(pool.call(foreign.sleep, (0.2,), owner=Owner("b")))
+        await asyncio.sleep(0)
+        with pytest.raises(NoProcess):
+            await pool.call(foreign.add, (1, 1), owner=Owner("b"), wait=0.05)
+        await slow
+        await soon(lambda: pool.stats.processes == 2)
+        assert pool.stats.deaths_total == 0
+        for task in hung:
+            task.cancel()
+        await asyncio.wait(hung)
+
+    with_pool(main)
+
+
+def test_whoever_waits_when_the_pool_closes_is_told() -> None:
+    async def main(pool: Pool) -> None:
+        calls = [asyncio.ensure_future(pool.call(foreign.later, (600.0, None))) for _ in range(4)]
+        await asyncio.sleep(0)
+        assert pool.stats.calls_waiting == 2
+        await pool.close()
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(result) for result in results] == [ProcessDied] * 4
+        with pytest.raises(ProcessDied, match="no more processes"):
+            await pool.lease()
 
     with_pool(main)
 

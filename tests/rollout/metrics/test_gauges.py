@@ -16,8 +16,16 @@ from rollout.metrics.names import NAMES
 
 WIRE = {"rx_bytes": 10.0, "tx_bytes": 20.0, "queue_depth": 3.0, "credit_stalls": 4.0, "window_stalls": 9.0}
 
+ENVIRONMENTS = {
+    "processes": 3.0,
+    "calls_waiting": 2.0,
+    "calls_total": 4.0,
+    "call_wait_s_total": 6.0,
+    "process_deaths_total": 1.0,
+}
 
-def status(version: int = 5, **stats: Any) -> WorkerStatus:
+
+def status(version: int = 5, environments: dict[str, float] = ENVIRONMENTS, **stats: Any) -> WorkerStatus:
     return WorkerStatus(
         id="",
         state="ready",
@@ -31,6 +39,7 @@ def status(version: int = 5, **stats: Any) -> WorkerStatus:
         sessions=0,
         engine={name: float(value) for name, value in asdict(EngineStats(**stats)).items()},
         wire=WIRE,
+        environments=environments,
     )
 
 
@@ -52,6 +61,16 @@ def test_gauges_of_now() -> None:
     assert {name: found[f"wire/{name}"] for name in ("rx_bytes", "tx_bytes", "queue_depth", "credit_stalls")} == {
         name: value for name, value in WIRE.items() if name != "window_stalls"
     }
+
+
+def test_how_long_tools_wait_for_a_process() -> None:
+    gauges = Gauges((), 0)
+    first = gauges.look(status())
+    assert (first["env/processes"], first["env/calls_waiting"], first["env/process_deaths"]) == (3, 2, 1)
+    assert first["env/call_wait_s_avg"] == 1.5
+    later = ENVIRONMENTS | {"calls_total": 6.0, "call_wait_s_total": 7.0}
+    assert gauges.look(status(environments=later))["env/call_wait_s_avg"] == 0.5
+    assert "env/call_wait_s_avg" not in gauges.look(status(environments=later)), "nothing was called since"
 
 
 def test_rates_are_those_since_the_look_before() -> None:

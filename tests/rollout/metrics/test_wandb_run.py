@@ -82,6 +82,7 @@ def test_a_real_offline_run_holds_every_row_on_its_own_axis(folder: Path, caplog
     assert wandb_file.axes(run_file(folder)) == {
         "rollout/*": ROUND_AXIS,
         "engine/*": TIME_AXIS,
+        "env/*": TIME_AXIS,
         "weights/*": TIME_AXIS,
         "mem/*": TIME_AXIS,
         "wire/*": TIME_AXIS,

@@ -11,9 +11,9 @@ from protocols.fields import Budget, Environment, Group, Record, Sampling, Templ
 from protocols.requests import SubmitBatch
 from rollout.chat.accept import with_prompts
 from rollout.chat.format import ChatFormat
-from rollout.environments.pool import Pool
+from rollout.environments.pool import NOBODY, Owner, Pool
 from rollout.generation.async_engine import AsyncEngine
-from rollout.tools.environment import ToolEnvironment, placed
+from rollout.tools.environment import Placed, ToolEnvironment
 from rollout.trajectory.rollout import Rollout
 from tests.rollout.build import MODEL, spec
 from tests.rollout.chat.tiny import THINKING, chat, ids, tokenizer
@@ -66,7 +66,12 @@ def saying(turns: Sequence[Say]) -> Callable[[Request], Completion]:
 
 
 async def play(
-    make: type[ToolEnvironment], *turns: Say, pool: Pool | None = None, jinja: str = THINKING, **fields: Any
+    make: type[ToolEnvironment],
+    *turns: Say,
+    pool: Pool | None = None,
+    owner: Owner = NOBODY,
+    jinja: str = THINKING,
+    **fields: Any,
 ) -> Record:
     """`fields` of the group; the record of its one trajectory."""
     cut = [len(ids(turn[0])) for turn in turns if isinstance(turn, tuple)]
@@ -77,7 +82,7 @@ async def play(
     rollout = Rollout(
         spec(group),
         engine=engine,
-        environment=placed(make, pool) if pool is not None else make,
+        environment=make if pool is None else Placed(make, pool, owner),
         model=CONTEXT,
         on_turn=print,
         tokenizer=tokenizer(),
