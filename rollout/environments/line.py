@@ -29,10 +29,10 @@ class Place(Generic[T]):
 
 
 @dataclass(slots=True)
-class _Session:
+class _Session(Generic[T]):
     """waiting: its trajectories in the order of their turns, each with its places. holds: by trajectory."""
 
-    waiting: dict[str, dict[Place[object], None]] = field(default_factory=dict)
+    waiting: dict[str, dict[Place[T], None]] = field(default_factory=dict)
     holds: Counter[str] = field(default_factory=Counter)
 
 
@@ -44,7 +44,7 @@ class Line(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._sessions: dict[str, _Session] = {}
+        self._sessions: dict[str, _Session[T]] = {}
         self._length = 0
 
     def __len__(self) -> int:
@@ -61,13 +61,13 @@ class Line(Generic[T]):
     def leave(self, place: Place[T]) -> None:
         """Without what it waited for. Does nothing where it waits no more."""
         session = self._sessions.get(place.owner.session)
-        places = {} if session is None else session.waiting.get(place.owner.trajectory, {})
-        if session is not None and place in places:
-            del places[place]
-            if not places:
-                del session.waiting[place.owner.trajectory]
-            self._length -= 1
-            self._settle(place.owner.session)
+        if session is None or place not in (places := session.waiting.get(place.owner.trajectory, {})):
+            return
+        del places[place]
+        if not places:
+            del session.waiting[place.owner.trajectory]
+        self._length -= 1
+        self._settle(place.owner.session)
 
     def first(self) -> Place[T] | None:
         waiting = (session for session in self._sessions.values() if session.waiting)
@@ -76,8 +76,7 @@ class Line(Generic[T]):
             return None
         names = session.waiting
         trajectory = next((name for name in names if not session.holds[name]), next(iter(names)))
-        place: Place[T] = next(iter(names[trajectory]))  # type: ignore[arg-type]
-        return place
+        return next(iter(names[trajectory]))
 
     def holds(self, session: str) -> int:
         return self._sessions[session].holds.total() if session in self._sessions else 0
