@@ -16,6 +16,7 @@ from protocols.errors import Duplicate, RolloutError
 from protocols.fields import Group, Record
 from protocols.replies import BatchDone, TurnDone
 from protocols.requests import Cancel, SubmitBatch
+from rollout.client.resumption import merged
 from rollout.client.trajectory import Trajectory
 from rollout.client.waiting import Mailbox
 
@@ -110,7 +111,7 @@ class Ledger:
         if message.batch_id in self.batches:
             raise Duplicate(f"batch {message.batch_id} is still open in this client", field="batch_id")
         groups = (*message.groups, *resumed)
-        kept = Kept(message, mailbox, auto_ack, message.id, {group.id: group for group in groups})
+        kept = Kept(message, mailbox, auto_ack, message.id, {group.id: group for group in merged(groups)})
         for i, group in enumerate(groups):
             where = f"groups[{i}]" if i < len(message.groups) else f"resume[{i - len(message.groups)}]"
             for name in group.trajectory_ids:

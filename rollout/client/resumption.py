@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from protocols.errors import BadRequest
 from protocols.fields import Group, Record
@@ -37,3 +37,21 @@ def resumption(
         )
         records.append(record)
     return tuple(kept), tuple(again.values()), tuple(records)
+
+
+def merged(groups: Iterable[Group]) -> tuple[Group, ...]:
+    """One group for each id, with the trajectories of all of that id: parts of a group that went on in several
+    batches, or were kept and returned, may come together again."""
+    found: dict[str, Group] = {}
+    for group in groups:
+        first = found.get(group.id)
+        if first is not None:
+            indices = [part.sample_indices or range(len(part.trajectory_ids)) for part in (first, group)]
+            group = first.model_copy(
+                update={
+                    "trajectory_ids": (*first.trajectory_ids, *group.trajectory_ids),
+                    "sample_indices": (*indices[0], *indices[1]),
+                }
+            )
+        found[group.id] = group
+    return tuple(found.values())

@@ -1,6 +1,7 @@
 """Environments in processes that break at random, under a whole worker: as many records, each with the right status.
 
-Each of at most PROCESSES trajectories at once has a process of its own, so that a death costs the culprit alone.
+Each of at most PROCESSES trajectories at once has a process of its own, so that a death costs the culprit alone. Only
+where a `close` takes longer than its record waits for it does the next trajectory share a process.
 """
 
 from __future__ import annotations
@@ -50,13 +51,14 @@ def expected(stage: str | None, what: str | None) -> tuple[str, str]:
 
 
 def check(trajectory: Trajectory, plan: tuple[str | None, str | None]) -> bool:
-    """False where a machine under load made a healthy call miss its deadline."""
+    """False where a machine under load made a healthy call miss its deadline, or cost a neighbour its process."""
     stage, what = plan
     failure = trajectory.error
     found = (trajectory.status, trajectory.finish_reason)
     if found != expected(stage, what):
         late = found[1] == "tool_deadline" or (failure is not None and failure.code == "timeout")
-        assert late, (plan, found, failure)
+        shared = failure is not None and "a call in it was given up" in failure.message
+        assert late or shared, (plan, found, failure)
         return False
     assert trajectory.loss_mask.any() == (trajectory.status != "failed")
     if trajectory.status == "completed":

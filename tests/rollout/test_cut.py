@@ -451,6 +451,34 @@ def test_what_was_returned_after_its_last_turn_has_no_further_one() -> None:
         eventually(lambda: untouched(thread))
 
 
+def test_parts_of_a_group_that_were_kept_and_returned_apart_go_on_together_and_are_kept_again() -> None:
+    with pair(Named(0.05)) as (thread, client):
+        first = client.submit(group(client, "a", "slow0", "slow1"), min_complete=1)
+        assert len(first.results(timeout=10)) == 1
+        (kept,) = first.kept
+        assert set(kept.trajectory_ids) == {"slow0", "slow1"}
+        enough = group(client, "b", name="h")
+        second = client.submit(enough, resume=first.kept, groups_needed=1, min_complete=1, surplus="return")
+        returned = {t.trajectory_id: t for t in second.results(timeout=10)}
+        assert returned.keys() == {"b", "slow0", "slow1"}
+        parts: list[Group] = []
+        for name in ("slow0", "slow1"):
+            batch = client.submit(
+                group(client, "c", name="i"), resume=[returned[name]], groups_needed=1, min_complete=1
+            )
+            assert [t.trajectory_id for t in batch.results(timeout=10)] == ["c"]
+            parts += batch.kept
+        assert [part.trajectory_ids for part in parts] == [("slow0",), ("slow1",)]
+        third = client.submit(group(client, "d", name="j"), resume=parts, groups_needed=1, min_complete=1)
+        assert [t.trajectory_id for t in third.results(timeout=10)] == ["d"]
+        (kept,) = third.kept
+        assert set(kept.trajectory_ids) == {"slow0", "slow1"}
+        (whole_group,) = client.submit(resume=parts).groups()
+        assert [t.trajectory_id for t in whole_group] == ["slow0", "slow1"]
+        assert all(whole(t) for t in whole_group)
+        eventually(lambda: untouched(thread))
+
+
 class Slowly(Named):
     """Lets the test say when aborts take effect."""
 

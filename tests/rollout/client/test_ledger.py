@@ -48,6 +48,26 @@ def test_a_record_is_news_once() -> None:
     assert ledger.receive("else") is Arrival.UNKNOWN
 
 
+def test_parts_of_a_group_that_come_together_are_one_group_and_none_of_them_is_lost() -> None:
+    def part(*names: str, indices: tuple[int, ...] | None = None, counted: int = 0) -> Group:
+        prompt = np.array([1], np.int32)
+        return Group(id="g", prompt=prompt, trajectory_ids=names, sample_indices=indices, counted=counted)
+
+    ledger = Ledger()
+    message = SubmitBatch(id="r", batch_id="b", groups=(part("g.3", indices=(3,), counted=1),))
+    mailbox: Mailbox[Item] = Mailbox(4)
+    kept = ledger.add(message, mailbox, True, (part("g.0", "g.1"), part("g.2", indices=(2,))))
+    assert ledger.receive("g.1") is Arrival.FIRST
+    again = ledger.start_again("r2", kept)
+    assert again is not None
+    (group,) = again.groups
+    assert dict(zip(group.trajectory_ids, group.sample_indices or (), strict=True)) == {"g.3": 3, "g.0": 0, "g.2": 2}
+    assert group.counted == 1
+    ledger.keep(BatchDone(id="r2", batch_id="b", counts={}, wall_s=0.0, kept=("g.0", "g.2", "g.3")))
+    (left,) = mailbox.kept
+    assert set(left.trajectory_ids) == {"g.0", "g.2", "g.3"}
+
+
 def test_what_has_not_arrived_cannot_be_acknowledged() -> None:
     ledger = Ledger()
     added(ledger, submit())
