@@ -10,13 +10,12 @@ Needs neither torch nor the engine.
 
 from protocols.fields import Environment, Group, Sampling, ScriptedTurn
 from protocols.replies import TurnDone
-from rollout.client.aio import AsyncRolloutClient
 from rollout.client.batch import AsyncBatch, Batch
-from rollout.client.calls import WeightUpdate
+from rollout.client.client import AsyncRolloutClient, RolloutClient
 from rollout.client.errors import ClientClosed
 from rollout.client.groups import sampling, turn
-from rollout.client.sync import RolloutClient
 from rollout.client.trajectory import Trajectory
+from rollout.client.weights import WeightUpdate
 
 __all__ = [
     "AsyncBatch",

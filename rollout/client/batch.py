@@ -11,22 +11,32 @@ from typing import Self
 from protocols.errors import BadRequest
 from protocols.fields import Group
 from protocols.replies import TurnDone
-from rollout.client.calls import Submitted
 from rollout.client.core import Core
+from rollout.client.ledger import Item
+from rollout.client.resumption import merged
 from rollout.client.trajectory import Trajectory
-from rollout.client.waiting import End, Steps, arun, run
+from rollout.client.waiting import End, Mailbox, Steps, arun, run
 
 
 class BatchView:
     """What both faces of a batch share. Dropping the last reference to one is like `close`."""
 
-    def __init__(self, core: Core, submitted: Submitted, auto_ack: bool, owner: object) -> None:
-        self.batch_id = submitted.batch_id
-        self.submitted = submitted.groups
-        self._core = core
-        self._mailbox = submitted.mailbox
-        self._auto_ack = auto_ack
+    def __init__(
+        self,
+        owner: object,
+        core: Core,
+        batch_id: str,
+        submitted: tuple[Group, ...],
+        mailbox: Mailbox[Item],
+        auto_ack: bool,
+    ) -> None:
+        """submitted: the groups of the submit and those that it resumes."""
+        self.batch_id = batch_id
+        self.submitted = merged(submitted)
         self._owner = owner  # a batch keeps its client alive
+        self._core = core
+        self._mailbox = mailbox
+        self._auto_ack = auto_ack
         self._rank = {name: i for i, name in enumerate(n for group in self.submitted for n in group.trajectory_ids)}
         self._group = {name: group for group in self.submitted for name in group.trajectory_ids}
         self._remote = any(group.environment.name == "remote" for group in self.submitted)

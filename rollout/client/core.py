@@ -15,12 +15,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from protocols.codec import encode
 from protocols.errors import BadRequest, Internal, RolloutError
 from protocols.fields import Group, Limits
-from protocols.replies import Welcome
+from protocols.replies import ReplyMessage, Welcome
 from protocols.requests import Continue, RequestMessage, SubmitBatch
 from rollout.client.errors import ClientClosed
 from rollout.client.ledger import Item
@@ -28,7 +28,7 @@ from rollout.client.limits import check_size
 from rollout.client.link import Curve, Link
 from rollout.client.loop import Loop
 from rollout.client.pending import Pending
-from rollout.client.waiting import Mailbox
+from rollout.client.waiting import Mailbox, Steps
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,12 @@ CLOSE_S = 5.0
 ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[^\s:/]+):\d{1,5}|ipc://.+")
 
 
+R = TypeVar("R", bound=ReplyMessage)
+
+
 class Core:
+    """timeout: seconds that a call waits where it does not say."""
+
     def __init__(
         self,
         address: str,
@@ -102,18 +107,21 @@ class Core:
         if self._ended is not None:
             raise self._ended.with_traceback(None)
 
-    def request(self, message: RequestMessage, timeout: float) -> Future[Any]:
-        """The reply to a message, or the error that it was answered with."""
+    def ask(self, message: RequestMessage, expected: type[R], timeout: float | None) -> Steps[R]:
+        """The reply to a message. Raises the error that it was answered with."""
         pending = self._pending(message, timeout)
         self._post(lambda loop: loop.request(pending))
-        return pending.future
+        reply: Any = yield pending.future
+        if not isinstance(reply, expected):
+            raise Internal(f"the worker answered {message.id} with {reply.type!r}, not {expected.__name__}")
+        return reply
 
     def submit(
         self,
         message: SubmitBatch,
         mailbox: Mailbox[Item],
         auto_ack: bool,
-        timeout: float,
+        timeout: float | None,
         resumed: tuple[Group, ...] = (),
     ) -> Future[Any]:
         """Also keeps the work; its results go to `mailbox`. resumed: groups of the trajectories that are to go on."""
@@ -121,16 +129,17 @@ class Core:
         self._post(lambda loop: loop.submit(message, pending, mailbox, auto_ack, resumed))
         return pending.future
 
-    def answer(self, message: Continue, submit_id: str, timeout: float) -> Future[Any]:
+    def answer(self, message: Continue, submit_id: str, timeout: float | None) -> Future[Any]:
         """Answers a turn, unless its trajectory has started again since; `submit_id` is the turn event's own id."""
         pending = self._pending(message, timeout)
         pending.turn = message.trajectory_id, submit_id
         self._post(lambda loop: loop.request(pending))
         return pending.future
 
-    def greeted(self, timeout: float) -> Future[Welcome]:
+    def greeted(self, timeout: float | None) -> Future[Welcome]:
         future: Future[Welcome] = Future()
-        self._post(lambda loop: loop.greeted(future, timeout))
+        wait = self.timeout if timeout is None else timeout
+        self._post(lambda loop: loop.greeted(future, wait))
         return future
 
     def ack(self, trajectory_ids: Sequence[str]) -> None:
@@ -149,12 +158,13 @@ class Core:
         if threading.current_thread() is not self._thread:
             self._thread.join(CLOSE_S)
 
-    def _pending(self, message: RequestMessage, timeout: float) -> Pending:
-        if not timeout > 0:
-            raise BadRequest(f"must be positive, not {timeout}", field="timeout")
+    def _pending(self, message: RequestMessage, timeout: float | None) -> Pending:
+        wait = self.timeout if timeout is None else timeout
+        if not wait > 0:
+            raise BadRequest(f"must be positive, not {wait}", field="timeout")
         frames = encode(message)
         check_size(frames, self.welcome.limits if self.welcome is not None else Limits())
-        return Pending(message, frames, Future(), time.monotonic() + timeout, timeout)
+        return Pending(message, frames, Future(), time.monotonic() + wait, wait)
 
     def _post(self, command: Callable[[Loop], None]) -> None:
         with self._lock:

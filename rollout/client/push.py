@@ -61,7 +61,7 @@ class PushedWeights:
         path = self._root(directory) / f"{next(self._numbers):06d}-version-{version}"
         partial = path.with_name(f".{path.name}")
         try:
-            path.parent.mkdir(mode=0o700 if directory is None else 0o777, parents=True, exist_ok=True)
+            path.parent.mkdir(mode=0o700 if directory is None else 0o777, exist_ok=True)
             partial.mkdir()
             write_weights(weights, partial)
             partial.rename(path)
@@ -69,17 +69,6 @@ class PushedWeights:
             self.remove(partial)
             raise
         return path
-
-    async def awrite(self, weights: Weights, version: int, directory: str | os.PathLike[str] | None) -> Path:
-        """`write` on another thread. One that nobody waits for any more removes what it has written."""
-        import asyncio
-
-        writing = asyncio.ensure_future(asyncio.to_thread(self.write, weights, version, directory))
-        try:
-            return await asyncio.shield(writing)
-        except asyncio.CancelledError:
-            writing.add_done_callback(lambda done: None if done.exception() else self.remove(done.result()))
-            raise
 
     @contextmanager
     def keeping(self, path: Path) -> Iterator[None]:
@@ -117,7 +106,10 @@ class PushedWeights:
                 " Name a directory that both see",
                 field="directory",
             )
-        root = Path(directory or tempfile.gettempdir()).absolute() / self._folder
+        base = Path(directory or tempfile.gettempdir()).absolute()
+        if not base.is_dir():
+            raise BadRequest(f"is no directory here: {base}. Make it where the worker sees it too", field="directory")
+        root = base / self._folder
         self._roots.add(root)
         return root
 

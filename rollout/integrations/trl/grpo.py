@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any, Literal
 
 from rollout.client import RolloutClient, Trajectory
-from rollout.client.calls import Mode
+from rollout.client.weights import Mode
 from rollout.integrations.trl.law import encode_prompt, law, options_of, warn_of_filters
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 from rollout.client import RolloutClient
-from rollout.client.calls import Mode
+from rollout.client.weights import Mode
 
 if TYPE_CHECKING:
     import torch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -250,6 +251,15 @@ def test_only_a_worker_on_this_machine_can_read_a_temporary_directory(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["shard", "shard/run-7", "a-file"])
+def test_a_directory_that_is_not_there_is_refused_by_name_and_not_made(tmp_path: Path, name: str) -> None:
+    (tmp_path / "a-file").touch()
+    with pytest.raises(BadRequest, match=re.escape(f"is no directory here: {tmp_path / name}")) as caught:
+        PushedWeights(HERE).write(tensors(), 1, tmp_path / name)
+    assert caught.value.field == "directory"
+    assert [path.name for path in tmp_path.iterdir()] == ["a-file"]
+
+
 # The calls
 
 
@@ -257,17 +267,17 @@ def test_the_newest_is_kept_and_gone_with_the_client(tmp_path: Path) -> None:
     with worker() as served:
         with RolloutClient(served.address, timeout=10.0) as client:
             for version in (1, 2, 3):
-                update = client.push_weights(tensors(), version, directory=tmp_path / "shared")
+                update = client.push_weights(tensors(), version, directory=tmp_path)
                 assert update.version == version
-                (kept,) = tmp_path.glob("shared/*/*")
+                (kept,) = tmp_path.glob("rollout-weights-*/*")
                 assert kept.name.endswith(f"-version-{version}")
                 assert update.digest == f"stub:{kept}"
             with pytest.raises(BadRequest, match="version"):
-                client.push_weights(tensors(), 2, directory=tmp_path / "shared")
-            assert list(tmp_path.glob("shared/*/*")) == [kept]
-            assert client.push_weights(tensors(), 2, directory=tmp_path / "shared", force=True).version == 2
+                client.push_weights(tensors(), 2, directory=tmp_path)
+            assert list(tmp_path.glob("rollout-weights-*/*")) == [kept]
+            assert client.push_weights(tensors(), 2, directory=tmp_path, force=True).version == 2
             assert not kept.exists()
-        assert list((tmp_path / "shared").iterdir()) == []
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_a_dropped_client_leaves_nothing(tmp_path: Path) -> None:
@@ -298,10 +308,10 @@ def test_each_call_knows_what_belongs_to_the_other() -> None:
 
 def test_nothing_is_written_without_a_worker_or_by_a_closed_client(tmp_path: Path) -> None:
     with RolloutClient(f"ipc://{tmp_path}/nobody", timeout=0.2) as client, pytest.raises(ConnectionLost):
-        client.push_weights(tensors(), 1, directory=tmp_path / "shared", timeout=0.2)
+        client.push_weights(tensors(), 1, directory=tmp_path, timeout=0.2)
     with pytest.raises(ClientClosed):
-        client.push_weights(tensors(), 1, directory=tmp_path / "shared")
-    assert not (tmp_path / "shared").exists()
+        client.push_weights(tensors(), 1, directory=tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_asyncio(tmp_path: Path) -> None:
@@ -365,14 +375,14 @@ def test_a_real_worker_serves_what_was_pushed(tmp_path: Path) -> None:
         RolloutClient(served.address, timeout=60.0) as client,
     ):
         live = {f"module.{name}": tensor for name, tensor in newer.items()} | {f"module.{HEAD}": newer[EMBEDDING]}
-        update = client.push_weights(live, 1, directory=tmp_path / "shared")
+        update = client.push_weights(live, 1, directory=tmp_path)
         assert update.digest == client.status().weight_digest == weights_digest(newer)
         with pytest.raises(WeightsIncomplete, match=r"model\.norm\.weight is missing"):
             client.push_weights({n: t for n, t in newer.items() if n != "model.norm.weight"}, 2)
         with pytest.raises(WeightsInvalid, match="expected shape"):
             client.push_weights({**newer, "model.norm.weight": torch.ones(3)}, 2)
         assert client.status().weight_digest == update.digest
-        assert len(list(tmp_path.glob("shared/*/*"))) == 1
+        assert len(list(tmp_path.glob("rollout-weights-*/*"))) == 1
         (tmp_path / "shards").mkdir()
         write_weights(newer, tmp_path / "shards", shard_bytes=50_000)
         assert len(list(tmp_path.glob("shards/*.safetensors"))) > 2

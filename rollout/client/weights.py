@@ -1,0 +1,206 @@
+"""A client's calls that make new weights serve."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+from protocols.errors import BadRequest, RolloutError
+from protocols.replies import Ok, WeightsCommitted, WeightsPrepared
+from protocols.requests import AbortWeightsRequest, CommitWeightsRequest, PrepareWeightsRequest
+from rollout.client.call import Call
+from rollout.client.core import Core
+from rollout.client.groups import checked
+from rollout.client.push import PushedWeights
+from rollout.client.waiting import Steps
+
+if TYPE_CHECKING:
+    from rollout.client.push import Weights
+
+Path = str | os.PathLike[str]
+Mode = Literal["drain", "abort", "keep_kv", "recompute_kv"]
+ATTEMPTS = 3
+"""Of an update whose worker restarts in the middle: more often it is the update that it dies of."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class WeightUpdate:
+    """What `update_weights` did. digest: of the weights that serve now. paused_s: no engine step ran that long."""
+
+    version: int
+    digest: str
+    update_id: str
+    bytes: int
+    load_s: float
+    paused_s: float
+
+
+class WeightCalls:
+    _core: Core
+    _pushed: PushedWeights
+    _work: Callable[[Callable[[], T], Callable[[T], None]], Future[T]]
+
+    @Call
+    def update_weights(
+        self,
+        path: Path,
+        version: int,
+        *,
+        mode: Mode = "drain",
+        drain_timeout: float = 60.0,
+        on_timeout: Literal["abort", "fail"] = "abort",
+        digest: str | None = None,
+        checksums: Mapping[str, str] | None = None,
+        force: bool = False,
+        timeout: float = 600.0,
+    ) -> Steps[WeightUpdate]:
+        """Make the safetensors at `path` (on the worker's file system) serve as `version`: prepare, then commit.
+
+        mode: what becomes of turns that run at the commit; `drain` lets them end for at most `drain_timeout`
+        seconds, then they are aborted or the commit fails (`on_timeout`). digest: refuse unless the weights read
+        have it. checksums: file name -> "sha256:hex". force: allow a lower version. timeout: seconds for reading,
+        and again for copying, on top of the drain. Whatever is raised, either the old weights serve or the new.
+
+        Keep the path until the next update: after a restart the worker reads it again. A relative one starts from
+        this process's working directory.
+        """
+        update_id = f"update-{secrets.token_hex(6)}"
+        for attempt in range(1, ATTEMPTS + 1):
+            boot_id = self._core.boot_id
+            prepared = yield from WeightCalls.prepare_weights(
+                self, path, version, update_id=update_id, checksums=checksums, force=force, timeout=timeout
+            )
+            try:
+                committed = yield from WeightCalls.commit_weights(
+                    self,
+                    prepared,
+                    mode=mode,
+                    drain_timeout=drain_timeout,
+                    on_timeout=on_timeout,
+                    digest=digest,
+                    timeout=timeout,
+                )
+            except RolloutError:
+                # A worker that has restarted in between has forgotten the prepared bytes.
+                if self._core.boot_id != boot_id and attempt < ATTEMPTS:
+                    continue
+                self._core.forget_update(update_id)
+                raise
+            return WeightUpdate(
+                version=committed.version,
+                digest=committed.digest,
+                update_id=update_id,
+                bytes=prepared.bytes,
+                load_s=prepared.load_s,
+                paused_s=committed.paused_s,
+            )
+        raise AssertionError("the last attempt returns or raises")
+
+    @Call
+    def push_weights(
+        self,
+        weights: Weights,
+        version: int,
+        *,
+        directory: Path | None = None,
+        mode: Mode = "drain",
+        drain_timeout: float = 60.0,
+        on_timeout: Literal["abort", "fail"] = "abort",
+        force: bool = False,
+        timeout: float = 600.0,
+    ) -> Steps[WeightUpdate]:
+        """Make a live torch model serve as `version`: write its weights where the worker reads them, then
+        `update_weights`. Needs torch and safetensors here.
+
+        weights: a model, its state dict, or (name, tensor) pairs, under Hugging Face names; what DDP, torch.compile,
+        FSDP and activation checkpointing add to names is taken off, a head that is the embedding itself left out.
+        directory: one that is there and that the worker can read too; required of a worker on another machine, else
+        a temporary one.
+
+        Written is a folder of this client in `directory`, which appears when it is whole and goes when the next push
+        serves, when the update is refused, and when the client is closed. Raises, beside what `update_weights`
+        raises, WeightsInvalid for a tensor that cannot be handed over (a shard, another dtype, an adapter's) and
+        OSError; the old weights serve on.
+        """
+        yield self._core.greeted(None)
+        path = yield self._work(partial(self._pushed.write, weights, version, directory), self._pushed.remove)
+        with self._pushed.keeping(path):
+            return (
+                yield from WeightCalls.update_weights(
+                    self,
+                    path,
+                    version,
+                    mode=mode,
+                    drain_timeout=drain_timeout,
+                    on_timeout=on_timeout,
+                    force=force,
+                    timeout=timeout,
+                )
+            )
+
+    @Call
+    def prepare_weights(
+        self,
+        path: Path,
+        version: int,
+        *,
+        update_id: str | None = None,
+        checksums: Mapping[str, str] | None = None,
+        force: bool = False,
+        timeout: float = 600.0,
+    ) -> Steps[WeightsPrepared]:
+        """Read and check weights while generation goes on; serve them later by `commit_weights`."""
+        if not isinstance(path, str | os.PathLike):
+            raise BadRequest(
+                f"must be a path, not {type(path).__name__}: a live model goes to push_weights", field="path"
+            )
+        message = checked(
+            PrepareWeightsRequest,
+            id=self._core.new_id(),
+            update_id=update_id or f"update-{secrets.token_hex(6)}",
+            path=os.path.abspath(path),  # the worker's working directory is another
+            version=version,
+            checksums=None if checksums is None else dict(checksums),
+            force=force,
+        )
+        return (yield from self._core.ask(message, WeightsPrepared, timeout))
+
+    @Call
+    def commit_weights(
+        self,
+        prepared: WeightsPrepared,
+        *,
+        mode: Mode = "drain",
+        drain_timeout: float = 60.0,
+        on_timeout: Literal["abort", "fail"] = "abort",
+        digest: str | None = None,
+        timeout: float = 600.0,
+    ) -> Steps[WeightsCommitted]:
+        """Make prepared weights serve. Repeating it for weights that serve already is harmless."""
+        wait = drain_timeout if mode == "drain" else 0.0
+        message = checked(
+            CommitWeightsRequest,
+            id=self._core.new_id(),
+            update_id=prepared.update_id,
+            version=prepared.version,
+            digest=digest or prepared.digest,
+            mode=mode,
+            drain_timeout_s=float(drain_timeout) if mode == "drain" else None,
+            on_drain_timeout=on_timeout,
+        )
+        return (yield from self._core.ask(message, WeightsCommitted, timeout + wait))
+
+    @Call
+    def abort_weights(self, prepared: WeightsPrepared | str, *, timeout: float | None = None) -> Steps[None]:
+        """Make the worker forget prepared weights (given by the reply or by the update id)."""
+        update_id = prepared if isinstance(prepared, str) else prepared.update_id
+        yield from self._core.ask(
+            checked(AbortWeightsRequest, id=self._core.new_id(), update_id=update_id), Ok, timeout
+        )

@@ -1,0 +1,80 @@
+"""A client's calls to the worker as a machine: what it is and does, stop and go, and the logprobs of given ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from protocols.errors import Internal
+from protocols.fields import Sampling
+from protocols.replies import Ok, Pong, Scored, Welcome, WorkerStatus
+from protocols.requests import Drain, PauseRequest, Ping, ResumeRequest, Score, StatusRequest
+from rollout.client.call import Call
+from rollout.client.core import Core
+from rollout.client.groups import Ids, checked, int32
+from rollout.client.waiting import Steps
+
+
+class WorkerCalls:
+    _core: Core
+
+    @Call
+    def connect(self, timeout: float | None = None) -> Steps[Welcome]:
+        """Wait for the worker and return what it says of itself: model, limits, capabilities, weight version."""
+        welcome: Welcome = yield self._core.greeted(timeout)
+        return welcome
+
+    @Call
+    def score(
+        self,
+        sequences: Sequence[Ids],
+        sampling: Sampling | None = None,
+        *,
+        sampled: Sequence[Any] | None = None,
+        timeout: float = 600.0,
+    ) -> Steps[Scored]:
+        """Logprobs of given ids under a law (`rollout.client.sampling(...)`; neutral by default).
+
+        `logprobs[mode][i]` is float32[L_i], entry 0 NaN. sampled: per sequence uint8[L_i], 1 where presence and
+        frequency penalties count the id as sampled.
+        """
+        arrays = tuple(int32(ids, f"sequences[{i}]") for i, ids in enumerate(sequences))
+        message = checked(
+            Score,
+            id=self._core.new_id(),
+            sequences=arrays,
+            sampled=None if sampled is None else tuple(np.asarray(mask, np.uint8) for mask in sampled),
+            sampling=sampling or Sampling(),
+        )
+        reply = yield from self._core.ask(message, Scored, timeout)
+        for mode, rows in reply.logprobs.items():
+            if [len(row) for row in rows] != [len(ids) for ids in arrays]:
+                raise Internal(f"the worker's {mode} logprobs do not have the lengths of the sequences")
+        return reply
+
+    @Call
+    def status(self, *, timeout: float | None = None) -> Steps[WorkerStatus]:
+        """One look at the worker: what runs and waits, what serves, and its counters."""
+        return (yield from self._core.ask(checked(StatusRequest, id=self._core.new_id()), WorkerStatus, timeout))
+
+    @Call
+    def ping(self, *, timeout: float | None = None) -> Steps[Pong]:
+        return (yield from self._core.ask(checked(Ping, id=self._core.new_id()), Pong, timeout))
+
+    @Call
+    def pause(self, *, timeout: float | None = None) -> Steps[None]:
+        """Launch no engine step until `resume`; everything stays where it is."""
+        yield from self._core.ask(checked(PauseRequest, id=self._core.new_id()), Ok, timeout)
+
+    @Call
+    def resume(self, *, timeout: float | None = None) -> Steps[None]:
+        yield from self._core.ask(checked(ResumeRequest, id=self._core.new_id()), Ok, timeout)
+
+    @Call
+    def drain(self, drain_timeout: float, *, timeout: float | None = None) -> Steps[dict[str, int]]:
+        """Make the worker refuse new work; returns counts when nothing runs or `drain_timeout` seconds passed."""
+        message = checked(Drain, id=self._core.new_id(), timeout_s=float(drain_timeout))
+        wait = self._core.timeout if timeout is None else timeout
+        return (yield from self._core.ask(message, Ok, wait + drain_timeout)).detail
