@@ -52,7 +52,7 @@ def all_as_json(messages: Iterable[Message]) -> tuple[bytes, ...] | None:
     texts = []
     for message in messages:
         try:
-            text = json.dumps(message, ensure_ascii=False).encode()
+            text = json.dumps(message, ensure_ascii=False, allow_nan=False).encode()
             if json.loads(text) != message:
                 return None
         except (TypeError, ValueError, RecursionError):

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
+from rollout.environments.base import Context
 from rollout.tools.environment import ToolEnvironment
 from rollout.tools.tool import Tool
 
 OWN = ("reward", "reply")
 """Functions of a module that are no tools but methods of the environment, each called with the `Episode`."""
+
+
+class ModuleTools(ToolEnvironment):
+    """Of functions, which keep nothing of an episode: all there is to know of it is its messages and its progress."""
+
+    async def snapshot(self) -> dict[str, Any]:
+        return self.progress()
+
+    async def restore(self, context: Context, state: Mapping[str, Any]) -> None:
+        await self.go_on(context, state)
 
 
 def environment_of(modules: Sequence[str]) -> type[ToolEnvironment]:
@@ -37,7 +48,7 @@ def environment_of(modules: Sequence[str]) -> type[ToolEnvironment]:
                 raise ValueError(f"--tools {name}: {error}") from error
         if not found:
             raise ValueError(f"--tools {name}: the module has no public function")
-    return type("Tools", (ToolEnvironment,), {"tools": tuple(tools.values()), **own})
+    return type("Tools", (ModuleTools,), {"tools": tuple(tools.values()), **own})
 
 
 def _imported(name: str) -> ModuleType:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
+import numpy as np
 import pytest
 
 from protocols.errors import BadRequest
+from protocols.fields import Turn
+from rollout.chat.conversation import Conversation
+from rollout.environments.base import Context, TurnResult
 from rollout.tools.environment import Episode, ToolEnvironment
 from rollout.tools.tool import Tool
-from tests.rollout.chat.tiny import THINKING, tokenizer
-from tests.rollout.tools.play import chat_group, observed, play, rendered, run
+from tests.rollout.chat.tiny import THINKING, chat, ids, tokenizer
+from tests.rollout.tools.play import END, chat_group, observed, play, rendered, run
 from tests.rollout.tools.sample_tools import give, lookup, never
 
 CALL = '<tool_call>{"name": "lookup", "arguments": {"key": 4}}</tool_call>'
@@ -155,3 +160,55 @@ def test_ids_are_refused_where_it_would_go_on_in_messages() -> None:
     record = run(main())
     assert record.error is not None
     assert "submit messages" in record.error.message
+
+
+def test_another_one_goes_on_from_its_progress() -> None:
+    """The rest of what it knows is in the conversation. Whole trajectories are cut in trajectory/test_state.py."""
+    seen: list[Episode] = []
+
+    class Told(Base):
+        def reply(self, episode: Episode) -> Any:
+            seen.append(episode)
+            return ToolEnvironment.reply(self, episode)
+
+    bad = CALL.replace("lookup", "nobody")
+    config = {"user": ["first", "second"], "max_bad_calls": 3}
+    group = rendered(chat_group(({"role": "user", "content": "hello"}, {"role": "tool", "content": "old"})), Told)
+
+    async def both() -> tuple[Any, ...]:
+        one, other = Told(), Told()
+        await one.reset(chat_context(group, config))
+        told = one._chat
+        for text in ("answer", CALL, bad, f"so {bad}"):
+            await one.step(turn_of(text))
+        progress = json.loads(json.dumps(one.progress()))
+        there = chat_context(group, config, tuple(told.messages[len(group.messages or ()) :]))
+        await other.go_on(there, progress)
+        assert (other._answer, other._bad, other._results) == ("so", 2, one._results)
+        return [await each.step(turn_of("more")) for each in (one, other)], await other.step(turn_of(bad))
+
+    (one, other), last = run(both())
+    assert one.observation.tolist() == other.observation.tolist()
+    assert [tuple(episode.messages) for episode in seen[-2:-1]] == [tuple(seen[-1].messages)]
+    assert last.done, "the third bad call in a row, two of them elsewhere"
+
+
+def chat_context(group: Any, config: Any, said: Any = ()) -> Context:
+    return Context(
+        trajectory_id="t",
+        group_id="g",
+        sample_index=0,
+        seed=7,
+        prompt=group.prompt,
+        vocab_size=1000,
+        max_context=60_000,
+        ask=None,  # type: ignore[arg-type]
+        config=config,
+        chat=Conversation(chat().form(), group.messages, group.template, said),
+    )
+
+
+def turn_of(text: str) -> TurnResult:
+    array = np.array([*ids(text), END], np.int32)
+    made = Turn(index=0, start=0, length=len(array), finish_reason="stop", stop=str(END))
+    return TurnResult(made, array, np.zeros(len(array), np.float32), len(array))
