@@ -270,6 +270,7 @@ class Runs:
         if batch.count.settled():
             batch.session.outbox.sweep(batch.key)
             batch.session.batches.pop(batch.id, None)
+            batch.groups.clear()  # which name it in turn
 
     def _rest(self) -> None:
         if not self.admission.waiting and not self.admission.running:

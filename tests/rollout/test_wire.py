@@ -59,10 +59,12 @@ class Ended(Observer):
 
 @pytest.fixture
 def no_collector() -> Iterator[None]:
-    """A worker's collector is rarely called: what only it can free adds up to gigabytes."""
+    """A worker's collector is rarely called: what only it can free adds up to gigabytes, and to long pauses."""
     gc.collect()
     gc.disable()
     yield
+    gc.set_debug(0)
+    gc.garbage.clear()
     gc.enable()
 
 
@@ -75,6 +77,21 @@ def test_nothing_of_a_record_is_left_once_it_is_acknowledged() -> None:
         eventually(lambda: served.call(lambda service: service.runs.results) == 0)
         assert len(ended.arrays) == 4 * 64
         assert ended.kept == 0
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_a_round_leaves_nothing_to_the_collector_at_either_end() -> None:
+    with worker_thread() as served, RolloutClient(served.address) as client:
+        for _ in range(2):  # the first one builds validators, which are full of cycles
+            gc.set_debug(0)
+            gc.collect()
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            groups = [client.group(np.ones(64, np.int32), n=8, max_tokens=64) for _ in range(4)]
+            assert len(list(client.submit(groups))) == 32
+            eventually(lambda: served.call(lambda service: len(service.sessions.all[0].batches)) == 0)
+        gc.collect()
+        ours = {type(one) for one in gc.garbage if type(one).__module__.startswith(("rollout", "protocols", "engine"))}
+        assert ours == set()
 
 
 @pytest.mark.stress
