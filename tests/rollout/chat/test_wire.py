@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from engine.request import Request
 from protocols.errors import BadRequest, PromptTooLong
-from protocols.fields import ModelInfo
+from protocols.fields import Group, ModelInfo
 from rollout.chat.format import ChatFormat
 from rollout.chat.template import ChatTemplate
 from rollout.client import RolloutClient, Trajectory
@@ -18,7 +19,8 @@ from rollout.environments.base import Context, Environment, Step, TurnResult
 from rollout.environments.registry import Registry
 from rollout.service.service import Served
 from rollout.tools.environment import ToolEnvironment
-from tests.rollout.chat.tiny import COUNTING, chat, ids, tokenizer
+from rollout.tools.modules import environment_of
+from tests.rollout.chat.tiny import COUNTING, THINKING, chat, ids, tokenizer
 from tests.rollout.raw_client import RawClient
 from tests.rollout.timed_engine import VOCAB, TimedEngine
 from tests.rollout.tools.sample_tools import lookup
@@ -36,6 +38,7 @@ class Chatty(Environment):
     """A plug-in that goes on in messages, twice."""
 
     chat_roles = ("user",)
+    stateless = True
 
     async def reset(self, context: Context) -> None:
         self.context = context
@@ -46,8 +49,9 @@ class Chatty(Environment):
         return self.context.chat.follow(turn, *more)
 
 
-def served(form: ChatFormat | None, **plugins: Any) -> Served:
-    registry = Registry({"chatty": Chatty, "calls": Tools, **plugins})
+def served(form: ChatFormat | None, *, modules: tuple[str, ...] = (), **plugins: Any) -> Served:
+    tools = environment_of(modules) if modules else None
+    registry = Registry({"chatty": Chatty, "calls": Tools, **plugins}, tools=tools)
     return Served(MODEL, 0, "stub:start", registry, tokenizer(), form)
 
 
@@ -199,3 +203,78 @@ def test_a_conversation_goes_on_in_the_process_of_its_environment() -> None:
     assert there.status == "completed", there.error
     np.testing.assert_array_equal(there.token_ids, here.token_ids)
     assert len(there.turns) == 3
+
+
+class Later(TimedEngine):
+    """First turns take no time, but that of "first", which ends a moment after the second one of another began."""
+
+    def _seconds(self, request: Request) -> float:
+        _, name, turn = request.id.split("/")
+        return 1000.0 if name == "first" else 0.0 if turn == "0" else super()._seconds(request)
+
+    def _begin(self, request: Request) -> None:
+        super()._begin(request)
+        session, _, turn = request.id.split("/")
+        if turn == "1":
+            self._later(0.15, lambda: self._expire(f"{session}/first/0"))
+
+
+def everything(form: ChatFormat) -> Served:
+    return served(form, modules=("tests.rollout.tools.sample_tools",), apart=Apart)
+
+
+def cut_in_a_second_turn(environment: str, **fields: Any) -> Trajectory:
+    with worker(Later(0.1), what=everything(chat())) as thread, RolloutClient(thread.address) as client:
+        first = client.group([1, 2], id="a", trajectory_ids=["first"], max_tokens=4)
+        batch = client.submit([first, talk(client, environment, **fields)], groups_needed=1, surplus="return")
+        return next(t for t in batch if t.trajectory_id == "t")
+
+
+def talk(client: RolloutClient, environment: str, **fields: Any) -> Group:
+    how: dict[str, Any] = {"messages": [USER], "environment": environment, "on_length": "continue", "max_tokens": 50}
+    return client.group(id="g", trajectory_ids=["t"], seed=7, **{**how, **fields})
+
+
+TALKS: list[tuple[str, dict[str, Any]]] = [
+    ("chatty", {}),
+    ("apart", {}),
+    ("scripted", {"script": [ids("more"), ids("still more")]}),
+    (
+        "tools",
+        {
+            "config": {"user": ["And?", "And then?"], "tools": ["lookup"]},
+            "template_options": {"enable_thinking": False},
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("environment", "fields"), TALKS, ids=[name for name, _ in TALKS])
+def test_a_conversation_that_was_returned_goes_on_in_another_worker(environment: str, fields: dict[str, Any]) -> None:
+    cut = cut_in_a_second_turn(environment, **fields)
+    assert (cut.finish_reason, cut.resumable, len(cut.turns)) == ("abort_surplus", True, 2)
+    assert 0 <= cut.turns[-1].length < 50
+    with worker(TimedEngine(), what=everything(chat())) as thread, RolloutClient(thread.address) as client:
+        (whole,) = client.submit(talk(client, environment, **fields))
+        (done,) = client.submit(resume=[cut])
+    assert (done.ok, len(done.turns)) == (True, 3), done.error
+    np.testing.assert_array_equal(done.token_ids, whole.token_ids)
+    np.testing.assert_array_equal(done.source, whole.source)
+    assert (done.finish_reason, done.sample_index, done.sampling.seed) == (whole.finish_reason, 0, 7)
+    assert done.wall_s > cut.wall_s
+
+
+def test_what_cannot_go_on_is_refused_by_name() -> None:
+    """An environment that does not say its state; messages that another template renders."""
+    cut = cut_in_a_second_turn("calls", config={"user": ["And?"]})
+    assert not cut.resumable
+    other = cut_in_a_second_turn("chatty")
+    what = everything(chat(THINKING.replace("assistant\\n", "assistant \\n")))
+    with worker(TimedEngine(), what=what) as thread, RolloutClient(thread.address) as client:
+        for trajectory, why, field in (
+            (cut, "does not say its state", "resume[0]"),
+            (other, "template", "partials[0].segments[0].token_ids"),
+        ):
+            with pytest.raises(BadRequest, match=why) as refused:
+                client.submit(resume=[trajectory])
+            assert refused.value.field == field
