@@ -38,8 +38,8 @@ def solve(config: dict[str, Any]) -> Play:
     task = load(config)
     game = Play(task)
     for turn in task["ground_truth"]:
-        for said in turn:
-            game.call((as_call(said, game._methods),))
+        if turn:  # at once: some take more calls than a user's turn may take sampled ones
+            game.call(tuple(as_call(said, game._methods) for said in turn))
         game.next_user()
     return game
 
