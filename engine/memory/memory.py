@@ -39,13 +39,13 @@ T = TypeVar("T")
 
 
 def within_memory(build: Callable[P, T]) -> Callable[P, T]:
-    """`build` raises `OutOfMemory` for what torch's allocator refuses too: temporaries of warm-up steps, graphs."""
+    """`build` raises `OutOfMemory` for what is refused elsewhere too: temporaries of warm-up steps, graphs, arrays."""
 
     @wraps(build)
     def built(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return build(*args, **kwargs)
-        except torch.OutOfMemoryError as error:
+        except (torch.OutOfMemoryError, MemoryError) as error:
             raise OutOfMemory(str(error).splitlines()[0], field="device") from error
 
     return built
@@ -71,7 +71,7 @@ class Memory:
                 raw = pinned_bytes(nbytes + ALIGNMENT)
             else:
                 raw = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device=device, pin_memory=pinned)
-        except (torch.OutOfMemoryError, RuntimeError) as error:
+        except (RuntimeError, TypeError) as error:  # the latter: a number of more than 64 bits
             taken = ", ".join(f"{item.tag} {item.nbytes / 1e6:,.1f} MB" for item in self.allocations)
             message = f"no {nbytes / 1e6:,.1f} MB of memory on {device} for {tag}, after {taken or 'nothing'}"
             raise OutOfMemory(message, field=tag) from error

@@ -72,7 +72,11 @@ def parse_known(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[st
     found, unknown = parser.parse_known_args(argv)
     if unknown:
         name = next((part for part in unknown if part.startswith("-")), unknown[0]).partition("=")[0]
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{suggestion(name, [*flags(parser), *COMMANDS])}")
+        hint = suggestion(name, [*flags(parser), *COMMANDS])
+        before = argv[argv.index(unknown[0]) - 1]
+        if unknown[0] in ("yes", "no", "on", "off", "true", "false") and f"--no-{before[2:]}" in flags(parser):
+            hint = f"; {before} takes no value: write {before} or --no-{before[2:]}"
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     return vars(found)
 
 

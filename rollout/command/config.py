@@ -44,8 +44,36 @@ def flag(name: str) -> str:
 
 
 def split(value: Any) -> Any:
-    """A list that is written as text has commas."""
-    return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+    """A list that is written as text has commas, except for that of `name=module:Class,process`."""
+    return [part.strip() for part in re.split(r",(?!\s*process\b)", value)] if isinstance(value, str) else value
+
+
+def filled(value: Any) -> Any:
+    """An empty text, as `--weights "$UNSET"` gives it, would be the working directory."""
+    if value == "":
+        raise ValueError("is empty")
+    return value
+
+
+def check_env(spec: str) -> str:
+    if re.fullmatch(r"[^\s=,]+=[^\s=:,]+:[^\s=:,]+(,process)?", spec) is None:
+        raise ValueError(f"{spec!r} must read name=module:Class or name=module:Class,process")
+    return spec
+
+
+def check_module(name: str) -> str:
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise ValueError(f"{name!r} is no module: write it as Python imports it, package.module")
+    return name
+
+
+def check_address(address: str) -> str:
+    tcp = re.fullmatch(r"tcp://(?:[^:/\[\]\s]+|\[[^\[\]\s]+\]):(\d+|\*)", address)
+    if tcp is None and re.fullmatch(r"ipc://.+", address) is None:
+        raise ValueError(f"{address!r} must read tcp://HOST:PORT or ipc://PATH")
+    if tcp is not None and tcp[1] != "*" and int(tcp[1]) > 65535:
+        raise ValueError(f"{address}: a port is at most 65535")
+    return address
 
 
 def at_home(path: Path) -> Path:
@@ -58,8 +86,11 @@ def at_home(path: Path) -> Path:
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-File = Annotated[Path, AfterValidator(at_home)]
-Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(split)]
+File = Annotated[Path, BeforeValidator(filled), AfterValidator(at_home)]
+Text = Annotated[str, BeforeValidator(filled)]
+Address = Annotated[str, AfterValidator(check_address)]
+Env = Annotated[str, AfterValidator(check_env)]
+Module = Annotated[str, AfterValidator(check_module)]
 
 
 def option(default: Any, group: str, description: str, *, unit: str = "", **limits: Any) -> Any:
@@ -110,7 +141,7 @@ class WorkerConfig(BaseSettings):
         "run the engine in a thread of the worker or in a process that nothing else slows; auto: process on cuda",
     )
 
-    bind: str = option("tcp://127.0.0.1:5555", "address", "ZeroMQ address; port 0 is chosen by the system")
+    bind: Address = option("tcp://127.0.0.1:5555", "address", "ZeroMQ address; port 0 is chosen by the system")
     curve_secret: File | None = option(
         None, "address", "CURVE key file (.key_secret) of the worker; required beyond this machine"
     )
@@ -118,7 +149,7 @@ class WorkerConfig(BaseSettings):
         None, "address", "directory of the .key files of clients to let in; without it all that know our public key"
     )
     heartbeat_timeout: Seconds = option(
-        60.0, "address", "a host that has gone silent on the network is disconnected after this", unit="s"
+        60.0, "address", "a host that has gone silent on the network is disconnected after this", unit="s", le=1e6
     )
     ready_file: File | None = option(None, "address", "write address, process id and boot id here, as JSON, when ready")
 
@@ -132,12 +163,12 @@ class WorkerConfig(BaseSettings):
     )
     window: Bytes = option(2 * 2**20, "clients", "results on their way to one client", unit="bytes, or 2MiB")
 
-    env: Names = option(
+    env: Annotated[tuple[Env, ...], NoDecode, BeforeValidator(split)] = option(
         (),
         "environments",
         "name=module:Class[,process] of an environment, from PYTHONPATH or the working directory; may be repeated",
     )
-    tools: Names = option(
+    tools: Annotated[tuple[Module, ...], NoDecode, BeforeValidator(split)] = option(
         (), "environments", "module whose functions the environment tools offers; may be repeated (docs/chat.md)"
     )
     env_processes: int = option(
@@ -155,19 +186,19 @@ class WorkerConfig(BaseSettings):
     metrics_port: int | None = option(
         None, "metrics", "serve /metrics (Prometheus), /healthz and /readyz here; 0: any free port", ge=0, lt=2**16
     )
-    metrics_host: str = option("127.0.0.1", "metrics", "interface of --metrics-port; 0.0.0.0 for other machines")
+    metrics_host: Text = option("127.0.0.1", "metrics", "interface of --metrics-port; 0.0.0.0 for other machines")
     self_check: bool = option(
         False, "metrics", "score one trajectory of each round again and report how far its logprobs are off"
     )
     live_line: bool = option(True, "metrics", "one line of what goes on, where stderr is a terminal")
-    wandb_project: str | None = option(None, "metrics", "also draw the numbers in this W&B project (extra: wandb)")
+    wandb_project: Text | None = option(None, "metrics", "also draw the numbers in this W&B project (extra: wandb)")
     wandb_mode: Literal["auto", "online", "offline", "disabled"] = option(
         "auto", "metrics", "auto: WANDB_MODE, else online; offline where that fails"
     )
-    wandb_entity: str | None = option(None, "metrics", "W&B team or user")
-    wandb_name: str | None = option(None, "metrics", "name of the W&B run")
-    wandb_group: str | None = option(None, "metrics", "W&B group, such as that of the trainer's run")
-    wandb_resume_id: str | None = option(None, "metrics", "id of the W&B run to go on with, or to begin")
+    wandb_entity: Text | None = option(None, "metrics", "W&B team or user")
+    wandb_name: Text | None = option(None, "metrics", "name of the W&B run")
+    wandb_group: Text | None = option(None, "metrics", "W&B group, such as that of the trainer's run")
+    wandb_resume_id: Text | None = option(None, "metrics", "id of the W&B run to go on with, or to begin")
 
     drain_timeout: Seconds = option(30.0, "shutdown", "running work may go on after SIGTERM", unit="s")
     ack_timeout: Seconds = option(
@@ -183,11 +214,6 @@ class WorkerConfig(BaseSettings):
             raise ValueError("--kv-tokens and --kv-memory say the same thing: give one of them")
         if self.curve_clients is not None and self.curve_secret is None:
             raise ValueError("--curve-clients needs --curve-secret")
-        if not self.bind.startswith(("tcp://", "ipc://")):
-            raise ValueError(f"--bind {self.bind} must read tcp://HOST:PORT or ipc://PATH")
-        port = re.fullmatch(r"tcp://.*:(\d+)", self.bind)
-        if port is not None and int(port[1]) > 65535:
-            raise ValueError(f"--bind {self.bind}: a port is at most 65535")
         if self.curve_secret is None and not is_local(self.bind):
             raise ValueError(
                 f"--bind {self.bind} can be reached from other machines: give --curve-secret (a key pair is made by "

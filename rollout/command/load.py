@@ -59,6 +59,12 @@ def load(config: WorkerConfig) -> Loaded:
         handle, info = _in_process(recipe) if config.in_process else _in_thread(recipe)
     except (EngineError, ImportError, OSError, ValueError) as error:
         raise StartError(advice(error)) from error
+    if info.kv_tokens < engine_config.max_context:
+        log.warning(
+            "the KV cache holds %d tokens: no trajectory can be longer, though --max-context allows %d",
+            info.kv_tokens,
+            engine_config.max_context,
+        )
     model = ModelInfo(
         architecture=info.model.architecture,
         dtype=config.model_dtype,

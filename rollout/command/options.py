@@ -110,7 +110,7 @@ def _sentence(error: Any, blame: Mapping[str, str]) -> str:
     reason = str(error["msg"]).removeprefix("Value error, ")
     if not error["loc"]:
         return reason
-    name = str(error["loc"][0])
+    name = str(error["loc"][0])  # what follows is where in a list
     if error["type"] == "missing":
         return f"{flag(name)} is required"
     if reason.startswith("Input should"):

@@ -43,7 +43,7 @@ def build_parser(command: str = "", description: str = "", epilog: str = EPILOG)
         extra = typing.cast(dict[str, str], field.json_schema_extra)
         title = extra["group"]
         group = groups.get(title) or groups.setdefault(title, parser.add_argument_group(title))
-        group.add_argument(flag(name), **_argument(field, extra["unit"]))
+        group.add_argument(flag(name), **_argument(name, field, extra["unit"]))
     return parser
 
 
@@ -52,7 +52,7 @@ def flags(parser: argparse.ArgumentParser) -> list[str]:
     return [text for action in parser._actions for text in action.option_strings]
 
 
-def _argument(field: FieldInfo, unit: str) -> dict[str, Any]:
+def _argument(name: str, field: FieldInfo, unit: str) -> dict[str, Any]:
     kind = field.annotation
     notes = [unit] if unit else []
     if not field.is_required() and field.default not in (None, ()):
@@ -64,7 +64,7 @@ def _argument(field: FieldInfo, unit: str) -> dict[str, Any]:
     if typing.get_origin(kind) is Literal:
         return arguments | {"choices": typing.get_args(kind)}
     if typing.get_origin(kind) is tuple:
-        return arguments | {"action": "append", "metavar": "NAME=MODULE:CLASS"}
+        return arguments | {"action": "append", "metavar": "MODULE" if name == "tools" else "NAME=MODULE:CLASS"}
     return arguments | {"metavar": _metavar(kind, unit)}
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import logging
 import os
 import signal
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,8 +54,11 @@ def run_worker(config: WorkerConfig, load: Callable[[WorkerConfig], Loaded]) -> 
     """Bind, load, serve until a signal comes, drain. Returns the exit code; raises StartError."""
     lift_limit()
     # What may be taken or not allowed first: that should not be learned after a minute of loading.
-    if config.ready_file is not None and not os.access(config.ready_file.parent, os.W_OK):
-        raise StartError(f"--ready-file {config.ready_file}: its directory is not there or cannot be written")
+    if (file := config.ready_file) is not None:
+        if file.is_dir():
+            raise StartError(f"--ready-file {file}: is a directory: name a file")
+        if not os.access(file.parent, os.W_OK):
+            raise StartError(f"--ready-file {file}: its directory is not there or cannot be written")
     try:
         curve = CurveKeys.load(config.curve_secret, config.curve_clients) if config.curve_secret else None
         channel = Channel(
@@ -83,8 +88,12 @@ def _open_places(config: WorkerConfig) -> Places:
     try:
         return open_places(config)
     except OSError as error:
-        where = f"{config.metrics_host}:{config.metrics_port}"
-        raise StartError(f"--metrics-port: {where} cannot be served, {error.strerror}: choose another port") from None
+        what, name = "port", f"{config.metrics_host}:{config.metrics_port}"
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            what, name = "host", config.metrics_host
+        raise StartError(
+            f"--metrics-{what}: {name} cannot be served, {error.strerror}: choose another {what}"
+        ) from None
 
 
 async def _serve(config: WorkerConfig, channel: Channel, loaded: Loaded, metrics: Metrics) -> int:

@@ -141,5 +141,6 @@ def _bind_advice(address: str, error: zmq.ZMQError) -> str:
     if error.errno == errno.EADDRINUSE:
         return f"{address} is in use, perhaps by another worker: stop that one or choose another --bind"
     if error.errno == errno.EACCES:
-        return f"not allowed to bind {address}: choose a port above 1023"
-    return f"cannot bind {address}: {error.strerror}; --bind takes tcp://HOST:PORT or ipc://PATH"
+        other = "let this user write its directory" if address.startswith("ipc:") else "choose a port above 1023"
+        return f"not allowed to bind {address}: {other}"
+    return f"cannot bind {address}: {zmq.strerror(error.errno or 0)}; --bind takes tcp://HOST:PORT or ipc://PATH"

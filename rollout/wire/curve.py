@@ -26,12 +26,16 @@ class CurveKeys:
         """Raises ValueError, saying what is wrong with the files."""
         try:
             public, secret = zmq.auth.load_certificate(secret_file)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{secret_file} is no CURVE key file: {error}") from None
+        except OSError as error:
+            raise ValueError(f"--curve-secret {secret_file}: {error.strerror or 'there is no such file'}") from None
+        except ValueError:
+            raise ValueError(
+                f"--curve-secret {secret_file} is no CURVE key file: zmq.auth.create_certificates makes one"
+            ) from None
         if secret is None:
-            raise ValueError(f"{secret_file} holds no secret key: give the .key_secret file")
+            raise ValueError(f"--curve-secret {secret_file} holds no secret key: give the .key_secret file")
         if clients is not None and not any(clients.glob("*.key")):
-            raise ValueError(f"{clients} holds no *.key file of a client")
+            raise ValueError(f"--curve-clients {clients} holds no *.key file of a client")
         return CurveKeys(public, secret, clients)
 
     def guard(self, context: zmq.Context[zmq.Socket[bytes]]) -> ThreadAuthenticator:

@@ -94,10 +94,25 @@ def test_a_name_of_a_hub_is_no_directory(capsys: pytest.CaptureFixture[str]) -> 
         (["--kv-memory", "1000T"], "for kv pool, after weights 0.7 MB"),
         (["--kv-memory", "1000T"], "lower --kv-tokens"),
         (["--ready-file", "/no/such/ready"], "--ready-file /no/such/ready: its directory is not there"),
+        (["--ready-file", "/tmp"], "--ready-file /tmp: is a directory: name a file"),
+        (["--curve-secret", "/no/such/key"], "--curve-secret /no/such/key: there is no such file"),
+        (
+            ["--curve-secret", "/dev/null"],
+            "--curve-secret /dev/null is no CURVE key file: zmq.auth.create_certificates",
+        ),
+        (["--kv-tokens", "9" * 20], "for kv pool, after weights 0.7 MB"),
+        (["--max-running", "9" * 13, "--max-step-tokens", "9" * 13], "lower --kv-tokens, --max-running"),
         (["--env", "a=exiting:X"], "--env: a module ended the interpreter as it was imported, with bye"),
         (["--env", "a=nonsense:X"], "--env a=nonsense:X: invalid syntax"),
-        (["--env", "a"], "--env a: must read name=module:Class"),
-        (["--bind", "ipc:///no/such/directory/socket"], "cannot bind ipc:///no/such/directory/socket"),
+        (["--env", "a=no.such:X"], "--env a=no.such:X: No module named 'no'; it must be installed"),
+        (
+            ["--bind", "ipc:///no/such/directory/socket"],
+            "cannot bind ipc:///no/such/directory/socket: No such file or ",
+        ),
+        (
+            ["--bind", "tcp://127.0.0.1:0", "--metrics-port", "0", "--metrics-host", "192.0.2.1"],
+            "--metrics-host: 192.0.2.1",
+        ),
     ],
 )
 def test_options_that_only_the_start_can_judge(
@@ -130,7 +145,19 @@ def test_a_taken_port_of_either_kind(path: Path, capsys: pytest.CaptureFixture[s
         (["--dtype", "float16"], "invalid choice: 'float16'"),
         (["--device", "cuda", "--dtype", "float32"], "--dtype float32 is not served on cuda"),
         (["--device", "cpu", "--decode-path", "graph"], "--decode-path graph needs a GPU"),
-        (["--bind", "tcp://127.0.0.1:99999"], "a port is at most 65535"),
+        (["--bind", "tcp://127.0.0.1:99999"], "--bind: tcp://127.0.0.1:99999: a port is at most 65535"),
+        (["--bind", "tcp://[::1:5555"], "--bind: 'tcp://[::1:5555' must read tcp://HOST:PORT"),
+        (["--bind", "tcp://127.0.0.1"], "--bind: 'tcp://127.0.0.1' must read"),
+        (["--bind", "ipc://"], "--bind: 'ipc://' must read"),
+        (["--env", "foo"], "--env: 'foo' must read name=module:Class or name=module:Class,process"),
+        (["--env", "a=m:C", "--env", "=m:C"], "--env: '=m:C' must read"),
+        (["--env", "a=m:C,thread"], "--env: 'a=m:C,thread' must read"),
+        (["--tools", "tools/mine"], "--tools: 'tools/mine' is no module: write it as Python imports it"),
+        (["--weights", ""], "--weights: is empty"),
+        (["--wandb-project", ""], "--wandb-project: is empty"),
+        (["--heartbeat-timeout", "1e300"], "--heartbeat-timeout: should be less than or equal to 1000000"),
+        (["--prefix-cache", "no"], "--prefix-cache takes no value: write --prefix-cache or --no-prefix-cache"),
+        (["stray"], "unrecognized arguments: stray"),
     ],
 )
 def test_options_that_are_wrong_by_themselves_end_with_2(

@@ -90,7 +90,7 @@ def test_the_environment_fills_in_what_the_command_line_leaves_out(monkeypatch: 
         (["--weights", "w", "--bind", "tcp://*:5555"], "--curve-secret"),
         (
             ["--weights", "w", "--bind", "localhost:5555"],
-            "--bind localhost:5555 must read tcp://HOST:PORT or ipc://PATH",
+            "--bind: 'localhost:5555' must read tcp://HOST:PORT or ipc://PATH",
         ),
         (["--weights", "w", "--curve-clients", "d"], "--curve-clients needs --curve-secret"),
         (["--weights", "w", "--max-step-tokens", "8", "--max-running", "9"], "must be at least --max-running 9"),
@@ -280,8 +280,9 @@ def test_a_checkpoint_that_is_not_there_ends_the_command_before_it_is_ready(tmp_
 
 
 def test_a_key_file_that_is_none_is_said_before_anything_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("no key")
     with pytest.raises(StartError, match="is no CURVE key file"):
-        run_worker(parse(["--weights", "w", "--curve-secret", str(tmp_path / "none")]), load)
+        run_worker(parse(["--weights", "w", "--curve-secret", str(tmp_path / "key")]), load)
 
 
 def test_a_local_worker_lives_as_long_as_its_block(checkpoint: Path) -> None:
