@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from reprlib import Repr
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar, cast
 
 import msgpack
@@ -262,6 +263,28 @@ class Value(BaseModel):
             return NotImplemented
         return _equal(self.__dict__, other.__dict__)
 
+    def __repr__(self) -> str:
+        """For a person: fields that are not at their default, arrays by dtype and shape, the begin of what is long."""
+        fields = type(self).__pydantic_fields__.items()
+        told = ((name, getattr(self, name), field.get_default(call_default_factory=True)) for name, field in fields)
+        shown = (f"{name}={_BRIEF.repr(value)}" for name, value, default in told if not _equal(value, default))
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+    __str__ = __repr__
+
+
+class _Brief(Repr):
+    def repr_ndarray(self, array: np.ndarray, level: int) -> str:  # noqa: ARG002
+        return f"{array.dtype}{list(array.shape)}"
+
+    def repr_instance(self, value: Any, level: int) -> str:
+        return repr(value) if isinstance(value, Value) else super().repr_instance(value, level)
+
+
+_BRIEF = _Brief()
+_BRIEF.maxtuple = _BRIEF.maxlist = 3
+_BRIEF.maxstring = _BRIEF.maxother = 240
+
 
 def _local(value: Any, depth: int = 3) -> Any:
     """Numpy scalars as Python numbers and lists as tuples, so that strict fields take what Python code holds.
@@ -278,7 +301,9 @@ def _local(value: Any, depth: int = 3) -> Any:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        if type(a) is not type(b):
+            return False
         return a.dtype == b.dtype and np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(_equal(item, b[key]) for key, item in a.items())

@@ -129,6 +129,16 @@ class WorkerStatus(ReplyMessage):
     wire: dict[str, float] = Field(default_factory=dict)
     environments: dict[str, float] = Field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        """For a person, in a line; the gauges and counters are there to be asked for by name."""
+        return (
+            f"WorkerStatus({self.state}, weights {self.weight_version}, {self.trajectories_running} running,"
+            f" {self.trajectories_waiting} waiting, {self.results_unacknowledged} to acknowledge,"
+            f" {self.sessions} session(s), up {self.uptime_s:.0f} s)"
+        )
+
+    __str__ = __repr__
+
 
 class Pong(ReplyMessage):
     """The answer to `ping`. With an empty id it answers nothing: the worker looks whether the connection stands."""

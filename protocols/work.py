@@ -202,6 +202,13 @@ class Group(Value):
     min_version: Version | None = None
     max_staleness: Annotated[int, Field(ge=0, lt=2**63)] | None = None
 
+    def __repr__(self) -> str:
+        """For a person, who may have hundreds of them in a tuple."""
+        prompt = f"{len(self.prompt)} prompt tokens" if self.messages is None else f"{len(self.messages)} messages"
+        return f"Group({self.id!r}, {len(self.trajectory_ids)} trajectories, {prompt}, {self.environment.name!r})"
+
+    __str__ = __repr__
+
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if self.messages is None:

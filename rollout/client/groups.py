@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -60,49 +60,42 @@ def checked(model: type[V], **fields: Any) -> V:
         raise bad_request(error) from None
 
 
-def sampling(
-    *,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    repetition_penalty: float = 1.0,
-    presence_penalty: float = 0.0,
-    frequency_penalty: float = 0.0,
-    allowed_ids: Ids | None = None,
-    logit_bias: Mapping[int, float] | None = None,
-    seed: int | None = None,
-    max_tokens: int | None = None,
-    stop_ids: Iterable[int] = (),
-    stop: str | Sequence[str] = (),
-    ignore_eos: bool = False,
-    logprobs: LogprobMode | Sequence[LogprobMode] = "processed",
-    top_logprobs: int = 0,
-    prompt_logprobs: bool = False,
-) -> Sampling:
-    """The law of a turn (`protocols.fields.Sampling`) from plain Python values; `logit_bias` maps id to bias."""
-    bias = sorted((logit_bias or {}).items())
-    return checked(
-        Sampling,
-        temperature=float(temperature),
-        top_k=top_k,
-        top_p=float(top_p),
-        min_p=float(min_p),
-        repetition_penalty=float(repetition_penalty),
-        presence_penalty=float(presence_penalty),
-        frequency_penalty=float(frequency_penalty),
-        allowed_ids=None if allowed_ids is None else int32(allowed_ids, "allowed_ids"),
-        bias_ids=int32([i for i, _ in bias], "logit_bias") if bias else None,
-        bias_values=np.array([value for _, value in bias], np.float32) if bias else None,
-        seed=seed,
-        max_tokens=max_tokens,
-        stop_ids=tuple(stop_ids),
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
-        ignore_eos=ignore_eos,
-        logprobs=(logprobs,) if isinstance(logprobs, str) else tuple(logprobs),
-        top_logprobs=top_logprobs,
-        prompt_logprobs=prompt_logprobs,
-    )
+class Law(TypedDict, total=False):
+    """The law of a turn, from plain Python values. Meaning and defaults: `protocols.fields.Sampling`."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    allowed_ids: Ids | None
+    logit_bias: Mapping[int, float] | None
+    """From id to bias."""
+    seed: int | None
+    max_tokens: int | None
+    stop_ids: Iterable[int]
+    stop: str | Sequence[str]
+    ignore_eos: bool
+    logprobs: LogprobMode | Sequence[LogprobMode]
+    top_logprobs: int
+    prompt_logprobs: bool
+
+
+def sampling(**law: Unpack[Law]) -> Sampling:
+    """`protocols.fields.Sampling` of the options of a `Law`; without any it is neutral."""
+    fields: dict[str, Any] = dict(law)
+    bias = sorted((fields.pop("logit_bias", None) or {}).items())
+    if bias:
+        fields["bias_ids"] = int32([i for i, _ in bias], "logit_bias")
+        fields["bias_values"] = np.array([value for _, value in bias], np.float32)
+    if fields.get("allowed_ids") is not None:
+        fields["allowed_ids"] = int32(fields["allowed_ids"], "allowed_ids")
+    for name in fields.keys() & {"stop_ids", "stop", "logprobs"}:
+        value = fields[name]
+        fields[name] = (value,) if isinstance(value, str) else tuple(value)
+    return checked(Sampling, **fields)
 
 
 def turn(observation: Ids | None = None, *, glue: Ids | None = None, max_tokens: int | None = None) -> ScriptedTurn:
@@ -133,23 +126,6 @@ class GroupMaker:
         on_user_turn: Literal["keep", "drop"] = "keep",
         on_unstable: Literal["refuse", "branch"] = "refuse",
         id: str | None = None,  # noqa: A002
-        max_tokens: int | None = None,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
-        presence_penalty: float = 0.0,
-        frequency_penalty: float = 0.0,
-        allowed_ids: Ids | None = None,
-        logit_bias: Mapping[int, float] | None = None,
-        seed: int | None = None,
-        stop_ids: Iterable[int] = (),
-        stop: str | Sequence[str] = (),
-        ignore_eos: bool = False,
-        logprobs: LogprobMode | Sequence[LogprobMode] = "processed",
-        top_logprobs: int = 0,
-        prompt_logprobs: bool = False,
         environment: str | Environment | None = None,
         config: Mapping[str, Any] | None = None,
         script: Sequence[ScriptedTurn | Ids] | None = None,
@@ -167,6 +143,7 @@ class GroupMaker:
         trajectory_ids: Sequence[str] | None = None,
         sample_indices: Sequence[int] | None = None,
         prompt_source: Any = None,
+        **law: Unpack[Law],
     ) -> Group:
         """n samples of one prompt, to be handed to `submit`.
 
@@ -179,7 +156,8 @@ class GroupMaker:
         `{id}.{i}` unless `trajectory_ids` names all.
         script: what follows each sampled turn, token ids or `turn(observation, glue=..., max_tokens=...)`; it
         implies the environment "scripted". environment: a name the worker knows, with its `config`, or an
-        `Environment`. The law of a turn, the budget and the rest: `protocols.fields.Sampling`, `Budget`, `Group`.
+        `Environment`. law: temperature, seed, stop and so on, as in `Law`. The budget and the rest:
+        `protocols.fields.Budget`, `Group`.
 
         Raises BadRequest naming the field. What only the worker knows (vocabulary, limits) is checked by `submit`.
         """
@@ -207,25 +185,7 @@ class GroupMaker:
                 Template, options=dict(template_options or {}), on_user_turn=on_user_turn, on_unstable=on_unstable
             ),
             trajectory_ids=names,
-            sampling=sampling(
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                min_p=min_p,
-                repetition_penalty=repetition_penalty,
-                presence_penalty=presence_penalty,
-                frequency_penalty=frequency_penalty,
-                allowed_ids=allowed_ids,
-                logit_bias=logit_bias,
-                seed=seed,
-                max_tokens=max_tokens,
-                stop_ids=stop_ids,
-                stop=stop,
-                ignore_eos=ignore_eos,
-                logprobs=logprobs,
-                top_logprobs=top_logprobs,
-                prompt_logprobs=prompt_logprobs,
-            ),
+            sampling=sampling(**law),
             environment=_environment(environment, config, script),
             budget=checked(
                 Budget,

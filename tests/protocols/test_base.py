@@ -139,3 +139,27 @@ def test_text_of_failures_can_always_be_sent() -> None:
         failure = type(record.error)(code="internal", message=message, field=message)
         assert failure.message == held
         encode(Record(**{**record.__dict__, "error": failure}))
+
+
+def test_an_array_differs_from_nothing() -> None:
+    assert group(prompt_source=np.array([0, 1], np.uint8)) != group()
+    assert group() != group(prompt_source=np.array([0, 1], np.uint8))
+
+
+def test_a_value_is_told_by_what_is_not_at_its_default_and_in_short() -> None:
+    assert str(Sampling(temperature=0.5, allowed_ids=ids(*range(1000)), stop_ids=[*range(90, 99)])) == (
+        "Sampling(temperature=0.5, allowed_ids=int32[1000], stop_ids=(90, 91, 92, ...))"
+    )
+    assert repr(Sampling()) == "Sampling()"
+    assert len(repr(Sampling(stop=("x" * 1000,)))) < 300
+
+
+def test_a_group_is_told_by_its_size() -> None:
+    assert str((group(),)) == "(Group('g', 1 trajectories, 2 prompt tokens, 'scripted'),)"
+
+
+def test_a_status_is_one_line() -> None:
+    (status,) = [reply for reply in samples.REPLIES.values() if reply.type == "worker_status"]
+    assert str(status) == (
+        "WorkerStatus(ready, weights 4, 2 running, 1 waiting, 0 to acknowledge, 1 session(s), up 12 s)"
+    )

@@ -10,7 +10,7 @@ import pytest
 
 from protocols import BadRequest, Budget, Environment, Group, Sampling, Template
 from rollout.client import sampling, turn
-from rollout.client.groups import GroupMaker
+from rollout.client.groups import GroupMaker, Law
 
 
 @pytest.fixture
@@ -173,6 +173,7 @@ def test_an_environment_may_be_given_whole(group: Callable[..., Group]) -> None:
         ({"n": 2, "sample_indices": [1, 1]}, "sample_indices"),
         ({"id": ""}, "id"),
         ({"temperature": -1}, "temperature"),
+        ({"temprature": 1}, "temprature"),
         ({"temperature": float("nan")}, "temperature"),
         ({"top_p": 0}, "top_p"),
         ({"top_k": -1}, "top_k"),
@@ -204,7 +205,12 @@ def test_what_is_wrong_is_named(group: Callable[..., Group], options: dict[str, 
     assert field in (refusal.value.field or "")
 
 
+def test_a_law_has_the_options_of_the_wire() -> None:
+    assert Law.__annotations__.keys() == Sampling.model_fields.keys() - {"bias_ids", "bias_values"} | {"logit_bias"}
+
+
 def test_a_law_of_its_own() -> None:
     assert sampling() == Sampling()
+    assert sampling(stop_ids={7}, stop=["a", "b"], allowed_ids=None) == Sampling(stop_ids=(7,), stop=("a", "b"))
     with pytest.raises(BadRequest):
         sampling(min_p=2)
