@@ -136,6 +136,11 @@ class Environment(Value):
             refuse('belongs to the environment "scripted"', ".script")
         return self
 
+    @property
+    def stateless(self) -> bool:
+        """Does the worker hold nothing of it but what a record shows?"""
+        return self.name in ("scripted", "remote")
+
 
 def _no_ids() -> npt.NDArray[np.int32]:
     return np.zeros(0, np.int32)
@@ -201,6 +206,11 @@ class Group(Value):
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     min_version: Version | None = None
     max_staleness: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+
+    def needed(self, min_complete: int | None, samples: int) -> int:
+        """How many of so many samples, and of those counted before, make the group complete."""
+        everything = self.counted + samples
+        return min(min_complete or everything, everything)
 
     def __repr__(self) -> str:
         """For a person, who may have hundreds of them in a tuple."""

@@ -66,7 +66,7 @@ def _check(
     begun = len(known) > len(group.prompt) or turns
     factory = resolve(group.environment)
     made = getattr(factory, "factory", factory)
-    stateless = group.environment.name in ("scripted", "remote") or getattr(made, "stateless", False)
+    stateless = group.environment.stateless or getattr(made, "stateless", False)
     if not begun or stateless:
         return
     if record.partial.snapshot is None or not (isinstance(made, type) and can_snapshot(made)):

@@ -153,8 +153,7 @@ class SubmittedGroup:
     @property
     def needed(self) -> int:
         """How many of those make it complete."""
-        everything = self.spec.counted + self.size
-        return min(self.batch.target.min_complete or everything, everything)
+        return self.spec.needed(self.batch.target.min_complete, self.size)
 
     def ended(self, record: Record) -> bool:
         """One of its trajectories has ended. True: by that the group is complete."""

@@ -89,9 +89,8 @@ class Kept:
         return {"groups_needed": max(0, needed)} if needed <= left else {"groups_needed": None, "min_complete": None}
 
     def _is_complete(self, group: Group) -> bool:
-        everything = group.counted + len(group.trajectory_ids)
-        enough = min(self.message.min_complete or everything, everything)
-        return group.counted < enough <= group.counted + self.counted[group.id]
+        needed = group.needed(self.message.min_complete, len(group.trajectory_ids))
+        return group.counted < needed <= group.counted + self.counted[group.id]
 
 
 class Ledger:

@@ -27,7 +27,7 @@ TOKEN_BYTES = 8
 
 def state_bytes(group: Group, max_context: int) -> int:
     """Room that is reserved in a record of `group`; a state that takes more is not sent."""
-    if group.environment.name in ("scripted", "remote"):
+    if group.environment.stateless:
         return 0
     if group.messages is None:
         return SNAPSHOT_BYTES

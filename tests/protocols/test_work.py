@@ -141,3 +141,13 @@ def test_messages_need_no_prompt() -> None:
     assert Group(id="g", messages=MESSAGES, trajectory_ids=("a",)) == Group(
         id="g", messages=MESSAGES, trajectory_ids=("a",), template=Template()
     )
+
+
+def test_a_group_is_complete_by_what_was_asked_for_and_never_by_more_than_there_are() -> None:
+    fresh, resumed = Group(**group()), Group(**group(counted=3))
+    assert [fresh.needed(least, 2) for least in (None, 1, 2, 5)] == [2, 1, 2, 2]
+    assert [resumed.needed(least, 2) for least in (None, 1, 5, 9)] == [5, 1, 5, 5]
+
+
+def test_only_a_plug_in_has_a_state_in_the_worker() -> None:
+    assert [Environment(name=name).stateless for name in ("scripted", "remote", "tools")] == [True, True, False]
