@@ -129,6 +129,7 @@ class StandIn(Environment):
         return cast(FinalReward, await self._call(_finish, record))
 
     async def close(self) -> None:
+        self._process.closing += 1
         try:
             if not self.lost:
                 await self._call(_close)
@@ -136,6 +137,7 @@ class StandIn(Environment):
             pass
         finally:
             self._process.forget(self._kept)
+            self._process.closing -= 1
             self._pool.release(self._process)
 
     def _sent(self, context: Context) -> Context:

@@ -118,11 +118,12 @@ class Pool:
     async def lease(self) -> Process:
         """The process with the fewest users, a new one where all have some and there may be more.
 
+        Where a user has only to close it counts less: the next one shares its process rather than one at work.
         To be given back to `release`. Raises ProcessDied, OSError.
         """
         process = self._free()
         if process is None:
-            process = min(self._alive(), key=lambda process: process.load)
+            process = min(self._alive(), key=lambda process: (process.load - process.closing, process.load))
         process.load += 1
         try:
             await process.ready()

@@ -32,8 +32,8 @@ class Process:
     """It inherits nothing of ours but its end of two sockets; its stdin is at its end.
 
     It ends with this process, however that ends, and everything that it started ends with it. Made on the event loop.
-    pid: of the outer of its two processes, once it is ready. load: for its users to count. leaves_children: its last
-    call left processes behind that still run.
+    pid: of the outer of its two processes, once it is ready. load: for its users to count; closing: those of them that
+    have only to close. leaves_children: its last call left processes behind that still run.
     died: ends with the reason when the process is gone.
     """
 
@@ -43,6 +43,7 @@ class Process:
         self.name = name
         self.pid = 0
         self.load = 0
+        self.closing = 0
         self.leaves_children = False
         self.died: asyncio.Future[str] = loop.create_future()
         self._ready: asyncio.Future[bytes] = loop.create_future()

@@ -22,6 +22,7 @@ from tests.rollout.build import run
 from tests.rollout.chat.test_tokenizer import byte_level
 from tests.rollout.environments import odd
 from tests.rollout.environments.build import TURN, context, draft, guarded
+from tests.rollout.workers import soon
 
 PATIENCE = Patience(5.0, 5.0, 1.0)
 
@@ -278,5 +279,28 @@ def test_many_that_hang_at_once_end_at_their_deadlines_and_leave_nothing_behind(
         assert all(process.load == 0 for process in registry._pool._processes)
         assert await play(guard(registry, "Odd"), about()) == Rewards(3.0)
         assert len(registry._pool.pids) <= 2
+
+    with_registry(main, processes=2)
+
+
+def test_who_comes_while_another_closes_shares_with_that_one_and_not_with_one_at_work() -> None:
+    async def main(registry: Registry) -> None:
+        here, there = guard(registry, "Odd"), guard(registry, "Odd", Patience(5.0, 5.0, 60.0))
+        for opened, plan in ((here, {}), (there, {"stage": "close", "what": "hang"})):
+            assert not isinstance(await opened.open(about(**plan), ()), End)
+        closing = asyncio.ensure_future(there.close())
+        first, second = registry._pool._processes
+        await soon(lambda: second.closing == 1)
+        third = guard(registry, "Odd")
+        assert not isinstance(await third.open(about(), ()), End)
+        assert (first.load, second.load) == (1, 2)
+        fourth = guard(registry, "Odd")
+        assert not isinstance(await fourth.open(about(), ()), End)
+        assert (first.load, second.load) == (2, 2), "each has one at work"
+        closing.cancel()
+        await asyncio.wait((closing,))
+        for opened in (here, third, fourth):
+            await opened.close()
+        await soon(lambda: (first.load, first.closing, second.load, second.closing) == (0, 0, 0, 0))
 
     with_registry(main, processes=2)

@@ -11,6 +11,7 @@ import pytest
 
 from protocols.errors import BadRequest
 from protocols.fields import Environment
+from rollout.environments.pool import Owner
 from rollout.environments.registry import Registry
 from rollout.tools.environment import Placed
 from rollout.tools.modules import environment_of
@@ -83,6 +84,10 @@ def test_the_registry_offers_them_under_one_name() -> None:
     made = registry.resolve(Environment(name="tools"))
     assert isinstance(made, Placed)
     assert made.factory.tool_schemas({})[0]["function"]["name"] == "f"
+    assert made().owner == Owner(), "nobody's"
+    theirs = registry.resolve(Environment(name="tools"), Owner("session", "trajectory"))
+    assert isinstance(theirs, Placed)
+    assert (theirs().owner, theirs().pool) == (Owner("session", "trajectory"), made().pool)
     assert "tools" not in Registry({}).names
     with pytest.raises(BadRequest, match="--tools"):
         Registry({}).resolve(Environment(name="tools"))
