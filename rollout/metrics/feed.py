@@ -35,14 +35,15 @@ class Feed(Generic[T]):
     """Hands items to a sink, on a thread of its own. What does not fit is dropped, and counted.
 
     name: what the log calls it. make: makes the sink, on that thread, when the first item comes: a place that takes
-    its time delays no start. capacity: items that may wait.
+    its time delays no start. capacity: items that may wait. newest: each item takes the place of the one that waits.
     """
 
-    def __init__(self, name: str, make: Callable[[], Sink[T]], *, capacity: int = 1000) -> None:
+    def __init__(self, name: str, make: Callable[[], Sink[T]], *, capacity: int = 1000, newest: bool = False) -> None:
         self.name = name
         self.dropped = 0
         self._make = make
         self._capacity = capacity
+        self._newest = newest
         self._items: deque[T] = deque()
         self._changed = threading.Condition()
         self._closing = False
@@ -54,6 +55,8 @@ class Feed(Generic[T]):
     def put(self, item: T) -> None:
         """Never blocks, never raises."""
         with self._changed:
+            if self._newest:
+                self._items.clear()
             if self._closing or len(self._items) >= self._capacity:
                 self.dropped += 1
                 return
@@ -75,14 +78,15 @@ class Feed(Generic[T]):
                 self._sink.abandon()
                 self._thread.join(1.0)
         if self.dropped:
-            self._warn(f"took too long: {self.dropped} items were dropped")
+            why = "" if self._warned else ": they came faster than it took them"
+            self._warn(f"lacks {self.dropped} of its rows{why}")
 
     def _run(self) -> None:
         item = self._next()
         try:
             self._sink = self._make() if item is not None else None
         except Exception as error:
-            self._warn(f"is not available, the worker goes on without: {type(error).__name__}: {error}")
+            self._warn(f"cannot be opened, the worker goes on without it: {_reason(error)}")
         while item is not None:
             self._write(item[0])
             item = self._next()
@@ -90,7 +94,7 @@ class Feed(Generic[T]):
             if self._sink is not None:
                 self._sink.close()
         except Exception as error:
-            self._warn(f"could not be closed: {type(error).__name__}: {error}")
+            self._warn(f"could not be closed, its last numbers may be missing: {_reason(error)}")
 
     def _next(self) -> tuple[T] | None:
         with self._changed:
@@ -106,7 +110,7 @@ class Feed(Generic[T]):
             self._warned = True
         except Exception as error:
             if not self._warned:
-                self._warn(f"cannot be written, the worker goes on without: {type(error).__name__}: {error}")
+                self._warn(f"cannot be written, the worker goes on without what it missed: {_reason(error)}")
         with self._changed:
             self.dropped += 1
 
@@ -114,6 +118,10 @@ class Feed(Generic[T]):
         """Once: the numbers are not worth more of the log."""
         log.log(logging.INFO if self._warned else logging.WARNING, "%s %s", self.name, what)
         self._warned = True
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 
 
 def close_all(feeds: Iterable[Feed[T]], timeout: float) -> None:

@@ -68,7 +68,7 @@ def open_places(config: WorkerConfig) -> Places:
         rows.append(Feed("W&B", partial(_wandb, config)))
     line = None
     if config.live_line and config.log_format == "text" and sys.stderr.isatty():
-        line = Feed[str]("the live line", _live_line, capacity=1)
+        line = Feed[str]("the live line", _live_line, newest=True)
     return Places(health, latest, tuple(rows), line, endpoint)
 
 
@@ -82,7 +82,10 @@ def metrics_file(config: WorkerConfig) -> Path:
 
 
 def _json_lines(path: Path) -> Sink[Row]:
-    return JsonLines(path)
+    try:
+        return JsonLines(path)
+    except OSError as error:
+        raise OSError(f"{path}: {error.strerror}: choose another --metrics-file") from None
 
 
 def _wandb(config: WorkerConfig) -> Sink[Row]:

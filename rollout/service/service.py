@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable
@@ -32,6 +33,7 @@ from rollout.generation.async_engine import AsyncEngine
 from rollout.generation.kv_gate import KvGate
 from rollout.metrics.observer import Observer
 from rollout.service.handlers import Handlers, as_error_reply
+from rollout.service.repeated import Repeated
 from rollout.service.score import Scorer
 from rollout.service.weights import WeightUpdates
 from rollout.service.wind_down import wind_down
@@ -132,11 +134,10 @@ class Service:
         self.scorer = Scorer(self.engine, served.model, self.limits)
         self.sessions = Sessions(self._send, limits=limits, client_timeout=timeouts.client, on_expired=self._expired)
         self._handlers = Handlers(self)
-        self._unreadable = 0
-        self._undeliverable = 0
+        self._unreadable = Repeated("%d messages could not be read: a peer speaks another protocol, or none")
+        self._undeliverable = Repeated("%d replies reached nobody: who had asked was gone, or read none of them")
         self._gone = 0
         self._cut_off = 0
-        self._told_unreadable = 0
 
     async def run(self, on_ready: Callable[[], None]) -> bool:
         """Serve until `stop` or the engine's death, then drain. False: the engine died."""
@@ -158,6 +159,7 @@ class Service:
                 task.cancel()
             await self.environments.close()
             self._channel.close(LINGER_S)
+            self._tell(math.inf)
 
     def stop(self) -> None:
         """Begin to drain: `run` returns when that is done."""
@@ -186,7 +188,7 @@ class Service:
         try:
             request = decode_request([frame.buffer for frame in frames], self.limits)
         except Exception as error:
-            self._unreadable += 1
+            self._unreadable.count()
             request_id = error.request_id if isinstance(error, BadRequest) else ""
             if request_id or self.sessions.connection(peer) is not None:
                 self.refuse(peer, request_id, error)
@@ -195,8 +197,8 @@ class Service:
 
     def reply(self, peer: bytes, message: ReplyMessage) -> None:
         if not self._send(peer, encode(message)):
-            self._undeliverable += 1
-            log.warning("the %s to request %r reached nobody", type(message).__name__, message.id)
+            self._undeliverable.count()
+            log.debug("the %s to request %r reached nobody", type(message).__name__, message.id)
 
     def refuse(self, peer: bytes, request_id: str, error: Exception) -> None:
         self.reply(peer, as_error_reply(request_id, error))
@@ -216,12 +218,15 @@ class Service:
         while True:
             await asyncio.sleep(PING_S)
             try:
-                self.sessions.check(time.monotonic(), partial(self._channel.send, frames=encode(self.pong(""))))
-                if self._unreadable > self._told_unreadable:
-                    log.warning("%d messages could not be read", self._unreadable - self._told_unreadable)
-                    self._told_unreadable = self._unreadable
+                now = time.monotonic()
+                self.sessions.check(now, partial(self._channel.send, frames=encode(self.pong(""))))
+                self._tell(now)
             except Exception:
                 log.exception("the look at the clients failed")
+
+    def _tell(self, now: float) -> None:
+        for fault in (self._unreadable, self._undeliverable):
+            fault.tell(now)
 
     def _expired(self, session: Session) -> None:
         self._gone += 1
@@ -272,8 +277,8 @@ class Service:
             "kept_bytes": self.runs.admission.kept_bytes,
             "kept": self.runs.admission.kept,
             "waiting_for_weights": self.runs.admission.waiting_for_weights,
-            "unreadable": self._unreadable,
-            "undeliverable": self._undeliverable,
+            "unreadable": self._unreadable.total,
+            "undeliverable": self._undeliverable.total,
             "clients_gone": self._gone,
             "trajectories_cut_off": self._cut_off,
             "results_dropped": self.batches.results_dropped,

@@ -72,7 +72,21 @@ def test_what_does_not_fit_is_dropped_and_counted_and_put_never_waits(caplog: py
     assert place.items == list(range(11))
     fed.put(7)
     assert fed.dropped == 91
-    assert warnings(caplog) == ["the place took too long: 90 items were dropped"]
+    assert warnings(caplog) == ["the place lacks 90 of its rows: they came faster than it took them"]
+
+
+def test_where_only_the_newest_counts_nothing_is_lost(caplog: pytest.LogCaptureFixture) -> None:
+    place = Place()
+    place.gate.clear()
+    fed = Feed("the place", lambda: place, newest=True)
+    fed.put(0)
+    assert place.entered.wait(20)
+    for i in range(1, 101):
+        fed.put(i)
+    place.gate.set()
+    close_all([fed], 20)
+    assert place.items == [0, 100]
+    assert not warnings(caplog)
 
 
 def test_a_place_that_cannot_be_made_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -84,9 +98,7 @@ def test_a_place_that_cannot_be_made_is_one_warning(caplog: pytest.LogCaptureFix
     fed.put(2)
     close_all([fed], 20)
     assert fed.dropped == 2
-    assert warnings(caplog) == [
-        "the place is not available, the worker goes on without: PermissionError: read-only file system"
-    ]
+    assert warnings(caplog) == ["the place cannot be opened, the worker goes on without it: read-only file system"]
 
 
 def test_a_place_that_fails_now_and_then_is_one_warning_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
@@ -101,7 +113,7 @@ def test_a_place_that_fails_now_and_then_is_one_warning_and_goes_on(caplog: pyte
     close_all([fed], 20)
     assert place.items == [3]
     assert warnings(caplog) == [
-        "the place cannot be written, the worker goes on without: OSError: no space left on device"
+        "the place cannot be written, the worker goes on without what it missed: no space left on device"
     ]
 
 

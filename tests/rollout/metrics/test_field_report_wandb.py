@@ -201,4 +201,5 @@ def test_a_metrics_file_that_cannot_be_written(checkpoint: Path, tmp_path: Path,
         assert worker.rollouts() == disabled
         worker.stop()
         (told,) = worker.warnings
-        assert "the metrics file is not available" in told
+        assert "the metrics file cannot be opened, the worker goes on without it: /proc/none/metrics.jsonl: " in told
+        assert told.endswith(": choose another --metrics-file")

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from rollout.service.repeated import Repeated
+
+
+def test_it_is_told_at_once_then_once_a_minute_for_all_that_came_since(caplog: pytest.LogCaptureFixture) -> None:
+    fault = Repeated("%d replies reached nobody")
+
+    def told(now: float) -> list[str]:
+        caplog.clear()
+        fault.tell(now)
+        return [record.getMessage() for record in caplog.records]
+
+    assert told(100.0) == []
+    for _ in range(3):
+        fault.count()
+    assert told(100.5) == ["3 replies reached nobody"]
+    assert told(101.0) == []
+    for i in range(1000):
+        fault.count()
+        assert told(101.0 + i / 20) == []
+    assert told(160.5) == ["1000 replies reached nobody"]
+    fault.count()
+    assert told(161.0) == []
+    assert told(math.inf) == ["1 replies reached nobody"]
+    assert fault.total == 1004
