@@ -22,7 +22,13 @@ class Trajectory:
         self._kind = (workload.name, len(job.turns) > 1)
         self._longest = workload.longest
         self._group = str(job.seed) if workload.samples > 1 else ""
-        self._params = SamplingParams(temperature=workload.temperature, seed=job.seed, sample_index=job.sample)
+        self._params = SamplingParams(
+            temperature=workload.temperature,
+            top_k=workload.top_k,
+            top_p=workload.top_p,
+            seed=job.seed,
+            sample_index=job.sample,
+        )
         self._appended = [job.appended(turn, vocab_size) for turn in range(len(job.turns))]
         self._turn = 0
         self._ids = self._appended[0]

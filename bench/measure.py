@@ -120,6 +120,8 @@ def record(
         "driver": driver,
         "workload": workload.name,
         "temperature": workload.temperature,
+        "top_k": workload.top_k,
+        "top_p": workload.top_p,
         "logprobs": "of every sampled token",
         "model": model_name(model),
         "dtype": dtype,

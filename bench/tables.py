@@ -64,7 +64,9 @@ def describe(workload: Workload | None) -> str:
     """Prompt / output / rows of a flat one; groups, samples and turns of another."""
     if workload is None:
         return ""
-    law = ", T=1" if workload.temperature else ""
+    law = f", T={workload.temperature:g}" if workload.temperature else ""
+    law += f", top-k {workload.top_k}" if workload.top_k else ""
+    law += f", top-p {workload.top_p:g}" if workload.top_p < 1 else ""
     turns = sorted({len(turns) for turns in workload.groups})
     if turns != [1]:
         count = "-".join(map(str, dict.fromkeys((turns[0], turns[-1]))))

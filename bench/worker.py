@@ -84,6 +84,8 @@ class WorkerDriver:
             trajectory_ids=[_name(workload, seed, replace(job, sample=sample)) for sample in range(workload.samples)],
             max_tokens=job.turns[0].sampled,
             temperature=workload.temperature,
+            top_k=workload.top_k,
+            top_p=workload.top_p,
             seed=job.seed,
             ignore_eos=True,
             environment=environment,

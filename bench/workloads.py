@@ -41,6 +41,8 @@ class Workload:
     groups: tuple[tuple[Turn, ...], ...]
     samples: int = 1
     temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
     prefix_cache: bool = False
     short: int = 0
     decode_only: bool = False
@@ -130,7 +132,8 @@ def _turns(session: list[tuple[int, int]]) -> Iterator[Turn]:
 
 @cache
 def workloads() -> dict[str, Workload]:
-    """By name. F_t1 and G_t1 are F and G at temperature 1 (F' and G')."""
+    """By name. F_t1 and G_t1 are F and G at temperature 1 (F' and G'), F_filtered is F under
+    the law that Qwen3 is recommended with."""
     found = [
         _flat("A", 512, 128, 1, 16),
         _flat("B", 256, 128, 8, 16),
@@ -141,6 +144,7 @@ def workloads() -> dict[str, Workload]:
         _flat("G", 512, 512, 256, 64),
         _flat("F_t1", 512, 512, 64, 64, temperature=1.0),
         _flat("G_t1", 512, 512, 256, 64, temperature=1.0),
+        replace(_flat("F_filtered", 512, 512, 64, 64, temperature=0.6), top_k=20, top_p=0.95),
         _tail(),
         _grpo(),
         _code_localization(),

@@ -18,9 +18,9 @@ from torch import Tensor
 from engine.attention.shared import MEMBERS, Runs, find_runs, no_runs
 from engine.attention.split import capacity, cut, most_runs
 from engine.config import BLOCK_SIZE
+from engine.cuda.sampler import StepLaw
 from engine.memory.memory import Memory
 from engine.runner.input import token_places
-from engine.sampling.sampler import PlainLaw
 from engine.step import StepPlan
 
 _KINDS = {
@@ -29,6 +29,8 @@ _KINDS = {
     "write_slots": torch.int64,
     "sample_slots": torch.int64,
     "keys": torch.int64,
+    "top_k": torch.float64,
+    "top_p": torch.float64,
     "block_indptr": torch.int32,
     "first_tiles": torch.int32,
     "tile_counts": torch.int32,
@@ -38,6 +40,7 @@ _KINDS = {
     "tile_starts": torch.int32,
     "tile_stops": torch.int32,
     "temperature": torch.float32,
+    "min_p": torch.float32,
     "greedy": torch.bool,
     "block_ids": torch.int32,
 }
@@ -102,7 +105,7 @@ class CudaInput:
         self._device.zero_()
         self._sharing = _NOTHING_SHARED
 
-    def pack_decode(self, ring: int, plan: StepPlan, law: PlainLaw | None, rows: int) -> bool:
+    def pack_decode(self, ring: int, plan: StepPlan, law: StepLaw, rows: int) -> bool:
         """A step of decode rows only, padded to `rows`: padding rows use the padding slot and the dummy block.
 
         Does attention cut rows into parts?
@@ -118,7 +121,7 @@ class CudaInput:
         self._copy(ring, self._blocks_start + plan.block_ids.nbytes)
         return split
 
-    def pack_eager(self, ring: int, plan: StepPlan, law: PlainLaw | None) -> Tokens:
+    def pack_eager(self, ring: int, plan: StepPlan, law: StepLaw) -> Tokens:
         """Any step, unpadded."""
         host = self._host_views[ring]
         begins, positions, write_slots = token_places(plan)
@@ -136,7 +139,7 @@ class CudaInput:
         return Tokens(token_ids, on_positions, on_write_slots, sample_tokens, split)
 
     def _pack_rows(
-        self, host: dict[str, npt.NDArray[np.generic]], plan: StepPlan, law: PlainLaw | None, decode_rows: int
+        self, host: dict[str, npt.NDArray[np.generic]], plan: StepPlan, law: StepLaw, decode_rows: int
     ) -> bool:
         used, decodes = plan.num_rows, plan.num_decode
         host["slots"][:used] = plan.slots
@@ -146,10 +149,9 @@ class CudaInput:
         split = self._pack_tiles(host, plan, decode_rows) if decodes else False
         sampling = plan.slots[plan.samples]
         host["sample_slots"][: len(sampling)] = sampling
-        if law is not None:
-            host["temperature"][: len(sampling)] = law.temperature
-            host["greedy"][: len(sampling)] = law.greedy
-            host["keys"][: 5 * len(sampling)] = law.keys.reshape(-1)
+        host["keys"][: 5 * len(sampling)] = law.keys.reshape(-1)
+        for name in ("temperature", "greedy", "top_k", "top_p", "min_p"):
+            host[name][: len(sampling)] = getattr(law, name)
         return split
 
     def _pack_tiles(self, host: dict[str, npt.NDArray[np.generic]], plan: StepPlan, rows: int) -> bool:

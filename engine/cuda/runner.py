@@ -19,8 +19,8 @@ from engine.attention.paged_step import DecodeStep, MixedStep
 from engine.attention.split import capacity
 from engine.cuda.graphs import DecodeGraphs, buckets
 from engine.cuda.input import CudaInput
+from engine.cuda.sampler import CudaSampler, StepLaw
 from engine.kernels.paged_decode import DecodeScratch
-from engine.kernels.sample import sample_plain
 from engine.memory.memory import KVPool, Memory
 from engine.model.model import Model, forward, head
 from engine.request import IntArray
@@ -29,7 +29,7 @@ from engine.runner.result_buffer import ResultBuffer, StepResult, owned
 from engine.runner.ring import RING, Ring, RingTicket
 from engine.runner.torch_runner import Limits
 from engine.sampling.prompt_scores import score_prompt
-from engine.sampling.sampler import PlainLaw, Sampler
+from engine.sampling.sampler import Sampled
 from engine.start.progress import Progress, silent
 from engine.step import StepOutput, StepPlan
 
@@ -48,7 +48,7 @@ class Path:
 class Launched:
     """A step on its way: its results are whole in pinned memory once `done` has passed.
 
-    plain: int32[5, S] of `sample_plain`, where that sampled; `output` has only scores then.
+    plain: int32[5, S] of the sampler, unless a row wants alternatives; `output` has only scores then.
     """
 
     done: torch.cuda.Event
@@ -64,7 +64,7 @@ class CudaRunner:
         self,
         model: Model,
         kv: KVPool,
-        sampler: Sampler,
+        sampler: CudaSampler,
         limits: Limits,
         memory: Memory,
         decode: DecodeChoice = "graph",
@@ -107,9 +107,9 @@ class CudaRunner:
             self._sampler.start(start)
         slots = plan.slots[plan.samples]
         positions = (plan.context_lens + plan.query_lens)[plan.samples]
-        law = self._sampler.plain(slots, positions)
+        law = self._sampler.law(slots, positions)
         logits, scores, path = self._forward(ring, plan, law)
-        self._flying.append(self._sample(ring, logits, scores, law, slots, positions, path))
+        self._flying.append(self._sample(ring, logits, scores, law, slots, path))
         return self._ring.launch(self._finish)
 
     def _finish(self) -> StepOutput:
@@ -124,7 +124,7 @@ class CudaRunner:
             )
         return output if bucket is None else replace(output, padding_rows=bucket - len(output.token_ids))
 
-    def _forward(self, ring: int, plan: StepPlan, law: PlainLaw | None) -> tuple[Tensor, tuple[Tensor, ...], Path]:
+    def _forward(self, ring: int, plan: StepPlan, law: StepLaw) -> tuple[Tensor, tuple[Tensor, ...], Path]:
         """Logits fp32[S, vocab] of the sampling rows, and the prompt logprobs of the scored ones."""
         bucket = self.graphs.bucket(plan.num_rows) if plan.num_decode == plan.num_rows else None
         if bucket is not None:
@@ -140,7 +140,7 @@ class CudaRunner:
         residual = forward(self.model, ids, fixed["positions"][:rows], fixed["write_slots"][:rows], attention, self.kv)
         return head(self.model, residual, out=self._logits[:rows])
 
-    def _eager(self, ring: int, plan: StepPlan, law: PlainLaw | None) -> tuple[Tensor, tuple[Tensor, ...], Path]:
+    def _eager(self, ring: int, plan: StepPlan, law: StepLaw) -> tuple[Tensor, tuple[Tensor, ...], Path]:
         tokens = self._input.pack_eager(ring, plan, law)
         fixed, decodes = self._input.fixed, plan.num_decode
         decode = DecodeStep.of(fixed, decodes, self._scratch) if decodes else None
@@ -165,27 +165,20 @@ class CudaRunner:
         ring: int,
         logits: Tensor,
         scores: tuple[Tensor, ...],
-        law: PlainLaw | None,
+        law: StepLaw,
         slots: IntArray,
-        positions: IntArray,
         path: Path,
     ) -> Launched:
-        rows, fixed = len(slots), self._input.fixed
+        rows = len(slots)
         plain = sampled = None
-        if rows and law is not None:
-            results = sample_plain(
-                logits,
-                fixed["temperature"],
-                fixed["greedy"],
-                fixed["keys"],
-                fixed["sample_slots"],
-                self._last_token,
-            )
-            plain = self._plain_results[ring][: 5 * rows].view(5, rows)
-            plain.copy_(results, non_blocking=True)
-        if rows and law is None:
-            sampled = self._sampler.sample(logits, slots, positions)
-            self._last_token.index_copy_(0, fixed["sample_slots"][:rows], sampled.token_ids)
+        if rows:
+            top = self._sampler.alternatives(logits, slots) if law.alternatives else None
+            results = self._sampler.draw(logits, slots, law, self._input.fixed, self._last_token)
+            if top is None:
+                plain = self._plain_results[ring][: 5 * rows].view(5, rows)
+                plain.copy_(results, non_blocking=True)
+            else:
+                sampled = Sampled(results[0], results[2:].view(torch.float32), results[1], *top)
         output = self._results[ring].fill(StepResult(sampled, scores))
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()

@@ -10,7 +10,8 @@ skinny_linear       linears over few rows
 skinny_vector       one row
 skinny_dot          two rows and more
 skinny_parts        what both share
-sample              temperature, noise, choice, logprobs
+cut                 where top-k and top-p cut a row
+sample              noise, choice, logprobs
 noise               counter-based
 overlap             a launch before the end of the one ahead
 """

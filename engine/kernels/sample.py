@@ -1,104 +1,213 @@
-"""Sampling and logprobs of plain rows (no filter, penalty, bias, allowed ids or alternatives) in two launches.
+"""Sampling and logprobs in two launches: every piece of the vocabulary by itself, then the pieces of a row together.
 
-The logits are read once: each program takes one piece of a row and keeps its maximum, its two sums of exponentials
-(at the row's temperature and at 1) and its best noisy score; a second, small launch puts the pieces together and
-writes the token where the next step reads it. Twin: the plain path of `Sampler.sample`.
+One read of the logits gives the normalisers of all modes, the noise and the best id. Rows with a law of their own
+(filters, penalties, bias, allowed ids) read a second table, whose logits are edited and cut. Twin:
+`engine.sampling.sampler.Sampler`; the noise has its bits, sums are taken in another order.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
 from engine.kernels import noise
-
-BLOCK = 2048
-"""Ids of one program: 75 programs a row for a vocabulary of 151,936, so that even one row spreads over the GPU."""
+from engine.kernels.cut import PIECE, Cuts, depths
 
 
-def sample_plain(
+@dataclass(frozen=True, slots=True)
+class Special:
+    """What rows are drawn from when it is not their plain logits.
+
+    logits: float32[S, V], after penalties, bias and allowed ids; the plain ones themselves where no row has any.
+    cuts: of these. min_p: float32[S], 0 where off.
+    """
+
+    logits: torch.Tensor
+    cuts: Cuts
+    min_p: torch.Tensor
+
+
+def sample(
     logits: torch.Tensor,
     temperature: torch.Tensor,
     greedy: torch.Tensor,
     keys: torch.Tensor,
     slots: torch.Tensor,
     last_token: torch.Tensor,
+    special: Special | None = None,
 ) -> torch.Tensor:
     """Sample one id a row; write it to `last_token[slots]`; return int32[5, S]: ids, flags, and the bits of the
     float32 logprobs in the order of LOGPROB_MODES (NaN where flagged).
 
     logits: float32[S, V]. temperature: float32[S] > 0, 1 where greedy. greedy: bool[S]. keys: int64[S, 5], noise keys
-    with the position. slots: int64[S]. last_token: int64[slots].
+    with the position. slots: int64[S]. last_token: int64[slots]. special: None if all rows are plain.
     """
     rows, vocab = logits.shape
-    pieces = triton.cdiv(vocab, BLOCK)
-    parts = torch.empty(rows, 7, pieces, dtype=torch.float32, device=logits.device)
+    pieces = triton.cdiv(vocab, PIECE)
+    parts = torch.empty(rows, 7 if special is None else 10, pieces, dtype=torch.float32, device=logits.device)
     out = torch.empty(5, rows, dtype=torch.int32, device=logits.device)
+    drawn = [logits, *[temperature] * 5]  # not read by a plain launch
+    if special is not None:
+        cuts = special.cuts
+        drawn = [special.logits, cuts.tops, cuts.depth, cuts.ties, cuts.at, special.min_p]
     sample_pieces_kernel[(pieces, rows)](
-        logits, temperature, greedy, keys, parts, vocab, pieces, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False
+        logits,
+        temperature,
+        greedy,
+        keys,
+        *drawn,
+        parts,
+        vocab,
+        pieces,
+        SPECIAL=special is not None,
+        WIDTH=triton.next_power_of_2(pieces),
+        PIECE=PIECE,
+        num_warps=4,
+        enable_fp_fusion=False,
     )
-    width = triton.next_power_of_2(pieces)
     sample_combine_kernel[(rows,)](
-        parts, temperature, slots, last_token, out, rows, pieces, WIDTH=width, num_warps=1, enable_fp_fusion=False
+        logits,
+        parts,
+        temperature,
+        greedy,
+        slots,
+        last_token,
+        out,
+        vocab,
+        rows,
+        pieces,
+        SPECIAL=special is not None,
+        WIDTH=triton.next_power_of_2(pieces),
+        num_warps=1,
+        enable_fp_fusion=False,
     )
     return out
 
 
 @triton.jit
-def sample_pieces_kernel(logits, temperature, greedy, keys, parts, vocab, pieces, BLOCK: tl.constexpr):
+def sample_pieces_kernel(
+    logits,
+    temperature,
+    greedy,
+    keys,
+    edited,
+    tops,
+    cut,
+    ties,
+    at,
+    min_p,
+    parts,
+    vocab,
+    pieces,
+    SPECIAL: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PIECE: tl.constexpr,
+):
     piece, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    ids = piece * BLOCK + tl.arange(0, BLOCK)
+    PARTS: tl.constexpr = 10 if SPECIAL else 7
+    part = parts + row * PARTS * pieces + piece
+    ids = piece * PIECE + tl.arange(0, PIECE)
     live = ids < vocab
+    t = tl.load(temperature + row)
+
     z = tl.load(logits + row * vocab + ids, mask=live, other=0.0)
     fault = tl.max(tl.where(live & ~(tl.abs(z) < float("inf")), 1.0, 0.0))  # a NaN is not below inf either
     z = tl.where(live & (tl.abs(z) < float("inf")), z, float("-inf"))
     largest = tl.max(z)
     largest = tl.where(largest == float("-inf"), 0.0, largest)
-    t = tl.load(temperature + row)
     scaled = tl.div_rn(z - largest, tl.full(z.shape, 0.0, tl.float32) + t)
-
-    score = scaled
-    if not tl.load(greedy + row):
-        quad = piece * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
-        score += noise.gumbel(noise.words(keys + row * 5, quad))
-    best, where = tl.max(score, axis=0, return_indices=True, return_indices_tie_break_left=True)
-    chosen = tl.sum(tl.where(tl.arange(0, BLOCK) == where, z, 0.0))
-
-    part = parts + row * 7 * pieces + piece
     tl.store(part, largest)
     tl.store(part + pieces, tl.sum(tl.exp(scaled)))
     tl.store(part + 2 * pieces, tl.sum(tl.exp(z - largest)))
+
+    if SPECIAL:
+        z = tl.load(edited + row * vocab + ids, mask=live, other=float("-inf"))
+        edited_fault = tl.max(tl.where(live & ~(z < float("inf")), 1.0, 0.0))
+        depth = depths(edited, row, ids, live, vocab, tl.load(tops + row), t)
+        bits, end = depth.to(tl.int32, bitcast=True), tl.load(cut + row)
+        tied = (live & (bits == end)).to(tl.int32)
+        earlier = tl.arange(0, WIDTH)
+        rank = tl.cumsum(tied) + tl.sum(tl.load(at + row * pieces + earlier, mask=earlier < piece, other=0))
+        kept = (bits < end) | ((bits == end) & (rank <= tl.load(ties + row)))
+        kept &= (tl.exp(-depth) >= tl.load(min_p + row)) & live & (z < float("inf"))
+        z = tl.where(kept, z, float("-inf"))
+        highest = tl.max(z)
+        scaled = tl.div_rn(z - tl.where(highest == float("-inf"), 0.0, highest), tl.full(z.shape, 0.0, tl.float32) + t)
+        tl.store(part + 7 * pieces, highest)
+        tl.store(part + 8 * pieces, tl.sum(tl.exp(scaled)))
+        tl.store(part + 9 * pieces, edited_fault)
+
+    score = scaled
+    if not tl.load(greedy + row):
+        quad = piece * (PIECE // 4) + tl.arange(0, PIECE // 4)
+        score += noise.gumbel(noise.words(keys + row * 5, quad))
+    best, where = tl.max(score, axis=0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(part + 3 * pieces, best)
-    tl.store(part + 4 * pieces, chosen)
-    tl.store(part + 5 * pieces, (piece * BLOCK + where).to(tl.int32).to(tl.float32, bitcast=True))
+    tl.store(part + 4 * pieces, tl.sum(tl.where(tl.arange(0, PIECE) == where, z, 0.0)))
+    tl.store(part + 5 * pieces, (piece * PIECE + where).to(tl.int32).to(tl.float32, bitcast=True))
     tl.store(part + 6 * pieces, fault)
 
 
-@triton.jit
-def sample_combine_kernel(parts, temperature, slots, last_token, out, rows, pieces, WIDTH: tl.constexpr):
+@triton.jit(do_not_specialize=["rows"])  # else the first step of one row compiles for 0.4 s
+def sample_combine_kernel(
+    logits,
+    parts,
+    temperature,
+    greedy,
+    slots,
+    last_token,
+    out,
+    vocab,
+    rows,
+    pieces,
+    SPECIAL: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
+    PARTS: tl.constexpr = 10 if SPECIAL else 7
     piece = tl.arange(0, WIDTH)
     live = piece < pieces
-    part = parts + row * 7 * pieces + piece
+    part = parts + row * PARTS * pieces + piece
+    t = tl.load(temperature + row)
+    spread = tl.full((WIDTH,), 0.0, tl.float32) + t
     largest = tl.load(part, mask=live, other=float("-inf"))
     top = tl.max(largest)
-    t = tl.load(temperature + row)
-    shift = tl.div_rn(largest - top, tl.full(largest.shape, 0.0, tl.float32) + t)
-    total = tl.sum(tl.load(part + pieces, mask=live, other=0.0) * tl.exp(shift))
+    total = tl.sum(tl.load(part + pieces, mask=live, other=0.0) * tl.exp(tl.div_rn(largest - top, spread)))
     raw_total = tl.sum(tl.load(part + 2 * pieces, mask=live, other=0.0) * tl.exp(largest - top))
-    score = tl.load(part + 3 * pieces, mask=live, other=float("-inf")) + shift
-    best = tl.argmax(score, axis=0, tie_break_left=True)
-    fault = tl.max(tl.load(part + 6 * pieces, mask=live, other=0.0)) > 0
+    flag = tl.where(tl.max(tl.load(part + 6 * pieces, mask=live, other=0.0)) > 0, 1, 0)
 
-    first = parts + row * 7 * pieces + best
-    z = tl.load(first + 4 * pieces) - top
-    token = tl.where(fault, 0, tl.load(first + 5 * pieces).to(tl.int32, bitcast=True))
-    at_temperature = tl.where(fault, float("nan"), tl.div_rn(z, t) - tl.log(total))
-    raw = tl.where(fault, float("nan"), z - tl.log(raw_total))
+    if SPECIAL:
+        largest = tl.load(part + 7 * pieces, mask=live, other=float("-inf"))
+        drawn_top = tl.max(largest)
+        edited_fault = tl.max(tl.load(part + 9 * pieces, mask=live, other=0.0)) > 0
+        flag = tl.where((flag == 0) & edited_fault, 1, flag)
+        flag = tl.where((flag == 0) & (drawn_top == float("-inf")), 2, flag)
+        drawn_top = tl.where(drawn_top == float("-inf"), 0.0, drawn_top)
+        weights = tl.load(part + 8 * pieces, mask=live, other=0.0)
+    else:
+        drawn_top = top
+        weights = tl.load(part + pieces, mask=live, other=0.0)
+    shift = tl.div_rn(largest - drawn_top, spread)
+    drawn_total = tl.sum(weights * tl.exp(shift))
+    best = tl.argmax(tl.load(part + 3 * pieces, mask=live, other=float("-inf")) + shift, axis=0, tie_break_left=True)
+
+    first = parts + row * PARTS * pieces + best
+    token = tl.where(flag > 0, 0, tl.load(first + 5 * pieces).to(tl.int32, bitcast=True))
+    drawn_z = tl.load(first + 4 * pieces) - drawn_top
+    z = drawn_z
+    if SPECIAL:
+        z = tl.load(logits + row * vocab + token) - top
+    at_temperature = tl.div_rn(z, t) - tl.log(total)
+    processed = tl.div_rn(drawn_z, t) - tl.log(drawn_total)
+    processed = tl.where(tl.load(greedy + row), at_temperature, processed)
+    raw = z - tl.log(raw_total)
     tl.store(last_token + tl.load(slots + row), token.to(tl.int64))
     tl.store(out + row, token)
-    tl.store(out + rows + row, fault.to(tl.int32))
-    tl.store(out + 2 * rows + row, at_temperature.to(tl.int32, bitcast=True))
-    tl.store(out + 3 * rows + row, at_temperature.to(tl.int32, bitcast=True))
-    tl.store(out + 4 * rows + row, raw.to(tl.int32, bitcast=True))
+    tl.store(out + rows + row, flag)
+    nan = float("nan")
+    tl.store(out + 2 * rows + row, tl.where(flag > 0, nan, processed).to(tl.int32, bitcast=True))
+    tl.store(out + 3 * rows + row, tl.where(flag > 0, nan, at_temperature).to(tl.int32, bitcast=True))
+    tl.store(out + 4 * rows + row, tl.where(flag > 0, nan, raw).to(tl.int32, bitcast=True))

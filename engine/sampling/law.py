@@ -34,7 +34,6 @@ ROW = np.dtype(
         ("penalised", np.bool_),
         ("offset", np.bool_),
         ("raw", np.bool_),
-        ("plain", np.bool_),
         ("top", np.int64),
         ("primary", np.int64),
         ("key", np.int64, noise.KEY_WORDS - 1),
@@ -42,13 +41,12 @@ ROW = np.dtype(
     align=True,  # numpy calls a column of one row contiguous whatever its stride; torch wants whole elements
 )
 """One slot's law. A greedy row has temperature 1 and no filter. top_k 0 is off. penalised, offset: the slot has counts,
-a row of `offset`. raw: it wants a T = 1 normaliser beside its own. plain: no filter, counts, offset
-or alternatives. top, primary: how many alternatives, in which mode.
+a row of `offset`. raw: it wants a T = 1 normaliser beside its own. top, primary: how many alternatives, in which mode.
 key: the noise key without the position."""
 
 _SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 _KEY_OFF = (0,) * (noise.KEY_WORDS - 1)
-NEUTRAL = np.array((False, 1, 0, 1, 0, 1, 0, 0, False, False, False, True, 0, PROCESSED, _KEY_OFF), ROW)
+NEUTRAL = np.array((False, 1, 0, 1, 0, 1, 0, 0, False, False, False, 0, PROCESSED, _KEY_OFF), ROW)
 
 
 def row(params: SamplingParams, modes: tuple[LogprobMode, ...], top: int, vocab_size: int) -> npt.NDArray[Any]:
@@ -73,8 +71,6 @@ def row(params: SamplingParams, modes: tuple[LogprobMode, ...], top: int, vocab_
     out["raw"] = "raw" in modes and out["temperature"] != 1
     out["primary"] = TEMPERATURE if primary == RAW and not out["raw"] else primary
     out["top"] = min(top, vocab_size)
-    filtered = out["top_k"] > 0 or out["top_p"] < 1 or out["min_p"] > 0
-    out["plain"] = not (filtered or out["penalised"] or out["offset"] or out["top"] > 0)
     out["key"] = [word & 0xFFFFFFFF for word in (params.seed, params.seed >> 32, params.sample_index, params.segment)]
     return out
 

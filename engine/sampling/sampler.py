@@ -43,18 +43,6 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
-class PlainLaw:
-    """All that matters for rows without filter, penalty, bias, allowed ids and alternatives, on the host.
-
-    temperature: float32[S], 1 where greedy. greedy: bool[S]. keys: int64[S, 5], noise keys with the position.
-    """
-
-    temperature: npt.NDArray[np.float32]
-    greedy: npt.NDArray[np.bool_]
-    keys: npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
 class _Distributions:
     """Rows of log-weights [N, V] (maximum 0) and their log-normalisers [N].
 
@@ -101,17 +89,6 @@ class Sampler:
         else:
             self._offsets.drop(slot)
 
-    def plain(self, slots: IntArray, positions: IntArray) -> PlainLaw | None:
-        """The law of a step's rows when every one of them is plain, for a kernel that does these alone; else None.
-
-        slots, positions: as for `sample`.
-        """
-        rows = self._slots[slots]
-        if not rows["plain"].all():
-            return None
-        keys = np.concatenate((rows["key"], positions[:, None]), axis=1, dtype=np.int64)
-        return PlainLaw(rows["temperature"], rows["greedy"], keys)
-
     @torch.inference_mode()
     def sample(self, logits: Tensor, slots: IntArray, positions: IntArray) -> Sampled:
         """Sample one token a row; then count it, where its slot has penalties.
@@ -132,7 +109,7 @@ class Sampler:
         token_ids = torch.where(laws.flags == 0, scores.argmax(-1), 0)
         if len(penalised):
             self._penalties.add(penalised, token_ids.index_select(0, self._upload(np.flatnonzero(rows["penalised"]))))
-        top_ids, top_logprobs = self._alternatives(laws, rows)
+        top_ids, top_logprobs = self._alternatives(laws, rows) if rows["top"].any() else (None, None)
         return Sampled(token_ids, self._logprobs(laws, rows, token_ids), laws.flags, top_ids, top_logprobs)
 
     @torch.inference_mode()
@@ -234,11 +211,9 @@ class Sampler:
         stacked = torch.stack((processed, temperature, raw))
         return stacked.masked_fill(laws.flags != 0, float("nan"))
 
-    def _alternatives(self, laws: _Distributions, rows: npt.NDArray[Any]) -> tuple[Tensor | None, Tensor | None]:
-        """The most likely ids of each row that asked, under its primary mode."""
-        count = int(rows["top"].max(initial=0))
-        if count == 0:
-            return None, None
+    def _alternatives(self, laws: _Distributions, rows: npt.NDArray[Any]) -> tuple[Tensor, Tensor]:
+        """The most likely ids of each row that asked, one of them at least, under its primary mode."""
+        count = int(rows["top"].max())
         top_ids = torch.zeros(len(rows), count, dtype=torch.int64, device=self._device)
         top_logprobs = torch.full((len(rows), count), float("nan"), device=self._device)
         wide_raw = np.zeros(len(rows), np.int64)

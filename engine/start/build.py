@@ -122,13 +122,14 @@ def load_engine(
         whole_bytes = whole * kv_bytes_per_block(model_config, kind.itemsize)
         num_blocks = kv_blocks_in(min(left, whole_bytes), model_config, kind.itemsize)
     kv = KVPool(model_config, num_blocks, kind, memory)
-    sampler = Sampler(model_config.vocab_size, config.max_running, place)
     runner: TorchRunner | CudaRunner
     if device == "cuda":
         from engine.cuda.ops import CudaOps
         from engine.cuda.runner import CudaRunner
+        from engine.cuda.sampler import CudaSampler
 
         model = build_model(model_config, weights.arena, CudaOps(), config.max_context)
+        sampler = CudaSampler(model_config.vocab_size, config.max_running, place)
         runner = CudaRunner(
             model, kv, sampler, limits, memory, "graph" if decode_path == "auto" else decode_path, progress
         )
@@ -136,7 +137,8 @@ def load_engine(
     else:
         model = build_model(model_config, weights.arena, TorchOps(), config.max_context)
         attention = TorchPagedAttention(model_config, kind, place)
-        runner = TorchRunner(StepDevice(model, kv, attention, sampler, config.max_running), limits, memory, lazy=lazy)
+        draws = Sampler(model_config.vocab_size, config.max_running, place)
+        runner = TorchRunner(StepDevice(model, kv, attention, draws, config.max_running), limits, memory, lazy=lazy)
     engine = Engine(runner, config, token_bytes, weight_version=weight_version)
     return LoadedEngine(engine, weights, model_config, memory, kv)
 

@@ -55,6 +55,7 @@ def test_provenance_names_commits_and_versions_once() -> None:
     ("name", "expected"),
     [
         ("F_t1", "512 / 512 / 64, T=1"),
+        ("F_filtered", "512 / 512 / 64, T=0.6, top-k 20, top-p 0.95"),
         ("tail", "944 and 16304 / 128 / 64"),
         ("grpo", "64 groups x 8, 3 turns, T=1"),
         ("code_localization", "16 groups x 8, 4-8 turns, T=1"),

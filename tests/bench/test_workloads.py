@@ -20,6 +20,7 @@ VOCAB = 151936
         ("G", 512, 512, 256, 0.0),
         ("F_t1", 512, 512, 64, 1.0),
         ("G_t1", 512, 512, 256, 1.0),
+        ("F_filtered", 512, 512, 64, 0.6),
     ],
 )
 def test_the_flat_ones_are_as_agreed(name: str, prompt: int, sampled: int, rows: int, temperature: float) -> None:

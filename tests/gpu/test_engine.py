@@ -143,10 +143,11 @@ def test_a_prefix_hit_is_near_a_cold_run(qwen3: Path) -> None:
     assert_near(again, cold)
 
 
-def test_launching_a_step_never_waits_for_the_device(qwen3: Path) -> None:
+@pytest.mark.parametrize("filters", [{}, {"top_k": 20, "top_p": 0.9}])
+def test_launching_a_step_never_waits_for_the_device(qwen3: Path, filters: dict[str, float]) -> None:
     loaded = load(qwen3)
     for i in range(12):
-        loaded.engine.add(ask(str(i), ids(i, 30), 40, params=SamplingParams(seed=i)))
+        loaded.engine.add(ask(str(i), ids(i, 30), 40, params=SamplingParams(seed=i, **filters)))
     loaded.engine.step()
     torch.cuda.set_sync_debug_mode("error")
     try:

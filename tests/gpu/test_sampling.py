@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from engine.kernels.sample import sample_plain
+from engine.kernels.sample import sample
 from tests.engine.kernels.test_sample import random_keys
 
 VOCAB = 151_936
@@ -27,7 +27,7 @@ def test_the_tail_of_a_peaked_law_is_drawn_as_often_as_it_should() -> None:
     quarters = torch.zeros(4, dtype=torch.int64, device="cuda")
     for step in range(draws // rows):
         keys[:, 4] = step
-        ids = sample_plain(logits, temperature, greedy, keys, slots, last_token)[0]
+        ids = sample(logits, temperature, greedy, keys, slots, last_token)[0]
         quarters += torch.bincount((ids * 4 // VOCAB)[ids != peak], minlength=4)
     tail = int(quarters.sum())
     assert abs(tail - 0.01 * draws) < 4 * math.sqrt(draws * 0.01 * 0.99)

@@ -8,8 +8,8 @@ import torch
 
 from engine.attention.split import capacity
 from engine.cuda.input import CudaInput
+from engine.cuda.sampler import StepLaw
 from engine.memory.memory import Memory
-from engine.sampling.sampler import PlainLaw
 from tests.engine.plans import CPU, Row, plan
 
 ROWS = 8
@@ -20,9 +20,18 @@ def buffers() -> CudaInput:
     return CudaInput(ROWS, 64, ROWS * 4, 2, Memory(CPU))
 
 
-def law(count: int) -> PlainLaw:
-    keys = np.arange(5 * count, dtype=np.int64).reshape(count, 5)
-    return PlainLaw(np.linspace(0.5, 1.0, count, dtype=np.float32), np.arange(count) % 2 == 0, keys)
+def law(count: int) -> StepLaw:
+    rows = np.arange(count)
+    return StepLaw(
+        temperature=np.linspace(0.5, 1.0, count, dtype=np.float32),
+        greedy=rows % 2 == 0,
+        keys=np.arange(5 * count, dtype=np.int64).reshape(count, 5),
+        top_k=rows + 10.0,
+        top_p=1 - rows / 8,
+        min_p=(rows / 16).astype(np.float32),
+        edits=False,
+        alternatives=False,
+    )
 
 
 def test_a_decode_step_is_padded_with_the_padding_slot_and_the_dummy_block(buffers: CudaInput) -> None:
@@ -37,6 +46,8 @@ def test_a_decode_step_is_padded_with_the_padding_slot_and_the_dummy_block(buffe
     assert fixed["sample_slots"][:3].tolist() == [3, 0, 5]
     assert fixed["keys"][:15].tolist() == list(range(15))
     assert fixed["greedy"][:3].tolist() == [True, False, True]
+    filters = [fixed[name][:3].tolist() for name in ("top_k", "top_p", "min_p")]
+    assert filters == [[10, 11, 12], [1, 0.875, 0.75], [0, 0.0625, 0.125]]
     tiles = capacity(6)
     lengths = (fixed["tile_stops"] - fixed["tile_starts"])[:tiles]
     read = torch.zeros(6, dtype=torch.int64).index_add_(0, fixed["tile_owners"][:tiles].long(), lengths.long())
@@ -61,11 +72,6 @@ def test_a_mixed_step_keeps_its_tokens_behind_its_blocks(buffers: CudaInput) -> 
     assert tokens.sample_tokens.tolist() == [0, 3]
     assert buffers.fixed["sample_slots"][:2].tolist() == [1, 2]
     assert buffers.fixed["block_ids"][:5].tolist() == [3, 4, 5, 6, 7]
-
-
-def test_a_step_with_filters_needs_no_plain_law(buffers: CudaInput) -> None:
-    buffers.pack_decode(0, plan(Row(1, 3, [2])), None, 1)
-    assert buffers.fixed["slots"][:1].tolist() == [1]
 
 
 def test_siblings_own_what_is_theirs_and_a_run_what_they_share() -> None:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels import noise
-from engine.kernels.sample import sample_plain
+from engine.kernels.sample import sample
 from engine.request import SamplingParams
 from engine.sampling import noise as twin
 from engine.sampling.sampler import Sampler
@@ -45,9 +45,7 @@ def run(device: torch.device, logits: torch.Tensor, params: list[SamplingParams]
     temperature = torch.tensor([p.temperature or 1.0 for p in params])
     last_token = torch.full((rows + 3,), -1, device=device)
     slots = torch.arange(rows, device=device) + 2
-    out = sample_plain(
-        logits.to(device), temperature.to(device), greedy.to(device), keys.to(device), slots, last_token
-    ).cpu()
+    out = sample(logits.to(device), temperature.to(device), greedy.to(device), keys.to(device), slots, last_token).cpu()
     assert torch.equal(last_token.cpu(), torch.cat((torch.tensor([-1, -1]), out[0].long(), torch.tensor([-1]))))
     return expected, out[0], out[1], out[2:].view(torch.float32)
 

@@ -1,0 +1,221 @@
+"""Where the filters of a row cut, found by counting instead of sorting.
+
+How far an id is below the likeliest, (top - z) / T, is its depth; as a float32 that is never negative it is ordered
+like the integer of its bits. The depth of the last id that stays is settled four bits a pass, from the highest:
+every program adds up what of its piece of the vocabulary is no deeper than each of 16 pivots (ids for top-k, their
+weights for top-p), and the next pass begins with the sums over all pieces. There are no atomics: all sums are taken in
+one order, so a row's cut depends on nothing but the row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PIECE = 2048
+"""Ids a program."""
+STEP = tl.constexpr(1024)
+PIVOTS = tl.constexpr(16)
+FIRST = tl.constexpr(27)
+SHIFTS = (27, 23, 19, 15, 11, 7, 3, 0)
+"""Bits below those that a pass settles: 31 in all, for the sign is 0."""
+DEEPEST = 0x7FFFFFFF
+ALL = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """What stays of each row: depths below `depth`, and of those at it the `ties` ids that come first.
+
+    tops: float32[S], the largest logit, 0 where it is not finite. depth: int32[S], the bits of a float32.
+    ties: int32[S]. at: int32[S, pieces], ids at `depth` in each `PIECE` of the vocabulary.
+    """
+
+    tops: Tensor
+    depth: Tensor
+    ties: Tensor
+    at: Tensor
+
+
+def find_cuts(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, *, any_k: bool, any_p: bool) -> Cuts:
+    """Cuts of top-k, and of top-p in what that leaves, as in `engine.sampling.law`.
+
+    logits: float32[S, V]. temperature: float32[S] > 0. top_k: float64[S], 0 where off. top_p: float64[S] in (0, 1], 1
+    where off. any_k, any_p: whether there is a row where they are on.
+    """
+    rows, vocab = logits.shape
+    pieces = triton.cdiv(vocab, PIECE)
+    tops = logits.amax(-1)
+    tops = torch.where(tops.isfinite(), tops, 0.0)
+    depth = torch.full((rows,), DEEPEST, dtype=torch.int32, device=logits.device)
+    ties = torch.full((rows,), ALL, dtype=torch.int32, device=logits.device)
+    at = torch.zeros(rows, pieces, dtype=torch.int32, device=logits.device)
+    totals = torch.ones(rows, dtype=torch.float64, device=logits.device)
+    row = (logits, tops, temperature)
+    if any_k:
+        depth, _ = _search(*row, top_k, depth, totals, weights=False)
+    if any_p:
+        share = torch.where(top_p < 1, top_p, 0.0)
+        depth, totals = _search(*row, share, depth, totals, weights=True)
+        below = torch.empty(rows, pieces, dtype=torch.float32, device=logits.device)
+        grid, width = (pieces, rows), triton.next_power_of_2(pieces)
+        ties_kernel[grid](*row, share, depth, at, below, vocab, pieces, PIECE=PIECE, num_warps=4)
+        ties_wanted_kernel[(rows,)](share, totals, depth, below, ties, pieces, WIDTH=width, num_warps=1)
+    return Cuts(tops, depth, ties, at)
+
+
+def _search(
+    logits: Tensor, tops: Tensor, temperature: Tensor, wanted: Tensor, limit: Tensor, totals: Tensor, *, weights: bool
+) -> tuple[Tensor, Tensor]:
+    """int32[S]: the smallest depth down to which there are `wanted` ids, or that share of the weight of what is no
+    deeper than `limit`; `limit` where `wanted` is 0. And float64[S], that weight."""
+    rows, vocab = logits.shape
+    pieces = triton.cdiv(vocab, PIECE)
+    width = triton.next_power_of_2(pieces)
+    parts = torch.empty(2, rows, pieces, PIVOTS.value, dtype=torch.float32, device=logits.device)
+    lows = torch.zeros(2, rows, dtype=torch.int32, device=logits.device)
+    totals = totals.clone()
+    for turn, shift in enumerate(SHIFTS):
+        here, there = turn % 2, 1 - turn % 2
+        weigh_kernel[(pieces, rows)](
+            logits,
+            tops,
+            temperature,
+            wanted,
+            limit,
+            lows[there],
+            lows[here],
+            parts[there],
+            parts[here],
+            totals,
+            vocab,
+            pieces,
+            shift,
+            SHIFTS[turn - 1] if turn else -1,
+            WEIGHTS=weights,
+            WIDTH=width,
+            PIECE=PIECE,
+            num_warps=4,
+        )
+    last = (len(SHIFTS) - 1) % 2
+    depth = torch.empty_like(limit)
+    settle_kernel[(rows,)](
+        wanted, limit, lows[last], parts[last], totals, depth, pieces, SHIFTS[-1], WEIGHTS=weights, WIDTH=width
+    )
+    return depth, totals
+
+
+@triton.jit
+def depths(logits, row, ids, live, vocab, top, t):
+    """Bits of (top - z) / T, rounded as `law.scale` rounds; beyond the vocabulary the deepest."""
+    z = tl.load(logits + row * vocab + ids, mask=live, other=float("-inf"))
+    return tl.div_rn(top - z, tl.full(z.shape, 0.0, tl.float32) + t)
+
+
+@triton.jit
+def _settle(low, part, total, want, pieces, shift, WEIGHTS: tl.constexpr, WIDTH: tl.constexpr):
+    """The lowest bits so far and the next four; the weight of all ids, which the first pass knows."""
+    piece, pivot = tl.arange(0, WIDTH), tl.arange(0, PIVOTS)
+    place = piece[:, None] * PIVOTS + pivot[None, :]
+    sums = tl.sum(tl.load(part + place, mask=piece[:, None] < pieces, other=0.0).to(tl.float64), 0)
+    if WEIGHTS:
+        if shift == FIRST:
+            total = tl.sum(tl.where(pivot == PIVOTS - 1, sums, 0.0))
+        want *= total
+    short = tl.minimum(tl.sum((sums < want).to(tl.int32)), PIVOTS - 1)
+    return low + (short << shift), total
+
+
+@triton.jit(do_not_specialize=["shift", "settled"])
+def weigh_kernel(
+    logits,
+    tops,
+    temperature,
+    wanted,
+    limits,
+    lows_in,
+    lows_out,
+    parts_in,
+    parts_out,
+    totals,
+    vocab,
+    pieces,
+    shift,
+    settled,
+    WEIGHTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PIECE: tl.constexpr,
+):
+    piece, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    want = tl.load(wanted + row)
+    if want > 0:
+        low, total = tl.load(lows_in + row), tl.load(totals + row)
+        if settled >= 0:
+            low, total = _settle(
+                low, parts_in + row * pieces * PIVOTS, total, want, pieces, settled, WEIGHTS=WEIGHTS, WIDTH=WIDTH
+            )
+            if piece == 0:
+                tl.store(lows_out + row, low)
+                if WEIGHTS:
+                    if settled == FIRST:
+                        tl.store(totals + row, total)
+        pivot = tl.arange(0, PIVOTS)
+        pivots = low + (pivot << shift) + ((1 << shift) - 1)
+        top, t, limit = tl.load(tops + row), tl.load(temperature + row), tl.load(limits + row)
+        sums = tl.zeros((PIVOTS,), tl.float32)
+        for start in range(0, PIECE, STEP):
+            ids = piece * PIECE + start + tl.arange(0, STEP)
+            live = ids < vocab
+            depth = depths(logits, row, ids, live, vocab, top, t)
+            bits = depth.to(tl.int32, bitcast=True)
+            weight = tl.where(live & (bits <= limit), tl.exp(-depth), 0.0) if WEIGHTS else live.to(tl.float32)
+            sums += tl.sum(tl.where(bits[:, None] <= pivots[None, :], weight[:, None], 0.0), 0)
+        tl.store(parts_out + (row * pieces + piece) * PIVOTS + pivot, sums)
+
+
+@triton.jit(do_not_specialize=["shift"])
+def settle_kernel(wanted, limits, lows, parts, totals, out, pieces, shift, WEIGHTS: tl.constexpr, WIDTH: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    want, low = tl.load(wanted + row), tl.load(limits + row)
+    if want > 0:
+        low, _ = _settle(
+            tl.load(lows + row),
+            parts + row * pieces * PIVOTS,
+            tl.load(totals + row),
+            want,
+            pieces,
+            shift,
+            WEIGHTS=WEIGHTS,
+            WIDTH=WIDTH,
+        )
+    tl.store(out + row, low)
+
+
+@triton.jit
+def ties_kernel(logits, tops, temperature, share, cut, at, below, vocab, pieces, PIECE: tl.constexpr):
+    """Of each piece: the ids at the cut, and the weight of those above it."""
+    piece, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if tl.load(share + row) > 0:
+        ids = piece * PIECE + tl.arange(0, PIECE)
+        live = ids < vocab
+        depth = depths(logits, row, ids, live, vocab, tl.load(tops + row), tl.load(temperature + row))
+        bits, end = depth.to(tl.int32, bitcast=True), tl.load(cut + row)
+        tl.store(at + row * pieces + piece, tl.sum((live & (bits == end)).to(tl.int32)))
+        tl.store(below + row * pieces + piece, tl.sum(tl.where(live & (bits < end), tl.exp(-depth), 0.0)))
+
+
+@triton.jit
+def ties_wanted_kernel(share, totals, cut, below, ties, pieces, WIDTH: tl.constexpr):
+    """How many ids at the cut it takes to reach the share, given what is above it."""
+    row = tl.program_id(0).to(tl.int64)
+    want = tl.load(share + row)
+    if want > 0:
+        piece = tl.arange(0, WIDTH)
+        above = tl.sum(tl.load(below + row * pieces + piece, mask=piece < pieces, other=0.0).to(tl.float64))
+        each = tl.exp(-tl.load(cut + row).to(tl.float32, bitcast=True)).to(tl.float64)
+        missing = tl.ceil((want * tl.load(totals + row) - above) / each)
+        tl.store(ties + row, tl.minimum(tl.maximum(missing, 1.0), 2147483647.0).to(tl.int32))
