@@ -50,7 +50,7 @@ stress: .venv/installed  ## what is too long for `make test`
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m stress --timeout 1800
 
 gpu-test:  ## run the GPU and kernel tests with the interpreter at hand (it must have torch with CUDA, and flashinfer)
-	$(PYTHON) -m pytest -m "not stress" tests/gpu tests/engine/kernels
+	$(PYTHON) -m pytest -m "not stress" tests/gpu tests/engine/kernels tests/engine/cuda
 
 clean:  ## remove the environment and caches
 	rm -rf rollout-metrics .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

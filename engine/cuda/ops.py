@@ -18,6 +18,9 @@ from engine.kernels.skinny_linear import Scaled
 FUSED_CAPABILITIES = (9, 10)
 """Of the GPU: from 9 on a launch may overlap the one before it; others than these lack the shared memory."""
 
+HALVED_ROWS = 256
+"""Up to so many rows a linear back to `hidden` has too few tiles to fill the GPU, unless its sums are cut in two."""
+
 
 class CudaOps:
     """The kernels behind the model; shapes as in `Ops`. Every call can be captured in a CUDA graph."""
@@ -60,6 +63,8 @@ class CudaOps:
     ) -> Tensor | Scaled:
         if len(x) <= self._fused_rows:
             return skinny_linear.linear_add_norm(x, weight, bias, residual, norm, eps)
+        if bias is None and len(x) <= HALVED_ROWS:
+            return add_rms_norm(halved(x, weight), residual, norm, eps)
         return add_rms_norm(functional.linear(x, weight, bias), residual, norm, eps)
 
     def qk_norm_rope_write(
@@ -80,3 +85,11 @@ class CudaOps:
         if out is None:
             return torch.mm(x, weight.t(), out_dtype=torch.float32)
         return torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
+
+
+def halved(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, K] times weight [N, K] in two sums over half of K each: float32[2, T, N]."""
+    rows, width = x.shape
+    left = x.view(rows, 2, width // 2).transpose(0, 1)
+    right = weight.view(len(weight), 2, width // 2).permute(1, 2, 0)
+    return torch.bmm(left, right, out_dtype=torch.float32)

@@ -16,13 +16,16 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Add x to `residual` [T, hidden] in place and return the norm of the (rounded) sum."""
+    """Add x to `residual` [T, hidden] in place and return the norm of the (rounded) sum.
+
+    x: [T, hidden], or float32[parts, T, hidden] whose sum is meant.
+    """
     return _launch(x, residual, weight, eps)
 
 
 def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    rows, hidden = x.shape
-    out = torch.empty_like(x)
+    rows, hidden = x.shape[-2:]
+    out = torch.empty(rows, hidden, dtype=weight.dtype, device=x.device)
     block = triton.next_power_of_2(hidden)
     norm_kernel[(rows,)](
         x,
@@ -30,6 +33,8 @@ def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor
         weight,
         out,
         eps,
+        rows,
+        PARTS=len(x) if x.dim() == 3 else 1,
         HIDDEN=hidden,
         BLOCK=block,
         ADD=residual is not None,
@@ -38,13 +43,26 @@ def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor
     return out
 
 
-@triton.jit
-def norm_kernel(x, residual, weight, out, eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):
+@triton.jit(do_not_specialize=["rows"])
+def norm_kernel(
+    x,
+    residual,
+    weight,
+    out,
+    eps,
+    rows,
+    PARTS: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+):
     start = tl.program_id(0).to(tl.int64) * HIDDEN
     column = tl.arange(0, BLOCK)
     live = column < HIDDEN
     gain = tl.load(weight + column, mask=live, other=0.0).to(tl.float32)
     row = tl.load(x + start + column, mask=live, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        row += tl.load(x + part * rows.to(tl.int64) * HIDDEN + start + column, mask=live, other=0.0)
     if ADD:
         row += tl.load(residual + start + column, mask=live, other=0.0).to(tl.float32)
         rounded = row.to(residual.dtype.element_ty)

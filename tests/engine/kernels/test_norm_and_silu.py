@@ -26,6 +26,18 @@ def test_norms_equal_their_twins(
     torch.testing.assert_close(residual, expected_sum, **close)
 
 
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_what_is_added_may_come_in_parts(
+    device: torch.device, dtype: torch.dtype, close: dict[str, float], parts: int
+) -> None:
+    pieces = torch.stack([draw(5, 640, device, torch.float32).roll(part, 0) for part in range(parts)])
+    residual, weight = draw(5, 640, device, dtype), draw(1, 640, device, dtype)[0]
+    expected_sum = (residual.float() + pieces.sum(0)).to(dtype)
+    found = add_rms_norm(pieces, residual, weight, 1e-6)
+    torch.testing.assert_close(residual, expected_sum, **close)
+    torch.testing.assert_close(found, TorchOps().norm(expected_sum, weight, 1e-6), **close)
+
+
 @pytest.mark.parametrize(("rows", "inner"), [(1, 9728), (7, 96), (2, 1025)])
 def test_silu_mul_equals_its_twin(
     device: torch.device, dtype: torch.dtype, close: dict[str, float], rows: int, inner: int
