@@ -21,6 +21,7 @@ from rollout.metrics.rounds import Rounds
 from rollout.metrics.row import TIME_AXIS, Row
 from rollout.metrics.self_check import SelfCheck
 from rollout.service.score import Scorer
+from rollout.service.weights import WeightUpdates
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,10 @@ class Watched(Protocol):
     stopping: bool
     engine: AsyncEngine
     scorer: Scorer
+    weights: WeightUpdates
+
+    @property
+    def state(self) -> str: ...
 
     def status(self, request_id: str) -> WorkerStatus: ...
 
@@ -135,8 +140,7 @@ class Metrics(Observer):
         engine = service.engine
         if not service.stopping:
             engine.ping()
-        status = service.status("")
-        beat = Beat(time.monotonic(), status.state, status.weight_version, engine.stats, engine.reported_at)
+        beat = Beat(time.monotonic(), service.state, service.weights.version, engine.stats, engine.reported_at)
         self._places.health.beat(beat)
         self._places.say(sentence(beat, self._last, self._rounds.progress))
         self._last = beat

@@ -15,7 +15,7 @@ from typing import Literal
 
 import zmq
 
-from engine.handle import EngineHandle
+from engine.handle import EngineHandle, EngineStats
 from protocols.codec import decode_request, encode
 from protocols.errors import BadRequest
 from protocols.fields import Limits, ModelInfo, Record, Times
@@ -49,6 +49,7 @@ PING_S = 0.5
 """How often each client's connection is looked at."""
 LINGER_S = 0.3
 """How long frames already handed to libzmq may take to leave at the very end."""
+STATS = tuple(field.name for field in dataclasses.fields(EngineStats))
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +261,7 @@ class Service:
             trajectories_waiting=self.runs.admission.waiting,
             results_unacknowledged=self.runs.results,
             sessions=len(self.sessions),
-            engine={name: float(value) for name, value in dataclasses.asdict(self.engine.stats).items()},
+            engine={name: float(getattr(self.engine.stats, name)) for name in STATS},
             wire=self._wire(),
             environments=self.environments.stats,
         )

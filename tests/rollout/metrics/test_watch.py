@@ -57,7 +57,7 @@ class Watched:
         self.place, self.lines = Kept(), Kept()
         self.health = Health(patience)
         feeds: tuple[Feed[Row], ...] = (Feed("a place", lambda: self.place),)
-        self.places = Places(self.health, Latest(dict), feeds, Feed("the line", lambda: self.lines, capacity=1))
+        self.places = Places(self.health, Latest(dict), feeds, Feed("the line", lambda: self.lines, newest=True))
         self.metrics = Metrics(self.places, Gauges((), 0), interval=interval, self_check=self_check)
         self.worker: WorkerThread
         self._task: asyncio.Task[None]
