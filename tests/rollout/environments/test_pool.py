@@ -34,7 +34,7 @@ def with_pool(main: Callable[[Pool], Awaitable[None]], size: int = 2) -> None:
         finally:
             pids = pool.pids
             await pool.close()
-            assert not any(alive(pid) for pid in pids)
+            await soon(lambda: not any(alive(pid) for pid in pids))
 
     run(body())
 
