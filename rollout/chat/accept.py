@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -11,13 +12,42 @@ from protocols.requests import SubmitBatch
 from rollout.chat.errors import ChatError
 from rollout.chat.format import ChatFormat
 from rollout.chat.messages import checked_prompt, checked_tools, from_json
+from rollout.environments.calls import Call, Raised
 
+RENDER_S = 120.0
+"""For the prompts of one submit. The largest header, 8 MiB of text, takes some 20 s to encode."""
 Resolve = Callable[[Environment], object]
 """What makes a group's environments; see Registry."""
 
 
 def has_messages(submit: SubmitBatch) -> bool:
     return any(group.messages is not None for group in submit.groups)
+
+
+async def prompts_in_time(
+    submit: SubmitBatch, chat: ChatFormat | None, resolve: Resolve, within: float = RENDER_S
+) -> SubmitBatch:
+    """`with_prompts` on a thread of its own, ended after `within` seconds.
+
+    Raises BadRequest like that, and where it does not come to an end: a template is a program.
+    """
+    call = Call(with_prompts, submit, chat, resolve)
+    try:
+        await asyncio.wait({call.task}, timeout=within)
+    finally:
+        if not call.task.done():
+            call.interrupt()
+    if not call.task.done():
+        raise BadRequest(
+            f"to make prompts of these messages took longer than {within:g} s: they are too long for one submit, or "
+            "the chat template does not come to an end",
+            field="groups",
+        )
+    outcome = call.task.result()
+    if isinstance(outcome, Raised):
+        raise outcome.error
+    rendered: SubmitBatch = outcome.value
+    return rendered
 
 
 def with_prompts(submit: SubmitBatch, chat: ChatFormat | None, resolve: Resolve) -> SubmitBatch:

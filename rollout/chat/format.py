@@ -157,13 +157,13 @@ class Form:
         """A token across the border between frame and content counts as content."""
         pieces = [Piece(closing, frame=True), Piece(head, frame=True), *contents, Piece(tail, frame=True)]
         encoded = self.chat.tokenizer.encode_pieces(pieces)
-        ids = encoded.ids
+        ids, (first, last) = encoded.ids, encoded.pieces()
         # A template without an end of its own (GLM's) lets the beginning of the next message end the turn.
-        ends = int((encoded.last == 0).sum()) if closing else 1
+        ends = int((last == 0).sum()) if closing else 1
         controls = (i for i, token in enumerate(ids[:ends].tolist()) if token in self.chat.control)
         closed = next(controls, -1) + 1
-        start = max(closed, int((encoded.last < 2).sum()))
-        stop = max(start, int((encoded.first < len(pieces) - 1).sum()))
+        start = max(closed, int((last < 2).sum()))
+        stop = max(start, int((first < len(pieces) - 1).sum()))
         return Suffix(ids[:closed], ids[closed:start], ids[start:stop], ids[stop:])
 
     def _frame(self, messages: Sequence[Message]) -> tuple[str, str]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from tokenizers import Encoding
 from tokenizers import Tokenizer as FastTokenizer
 
 from engine.request import IntArray
@@ -32,13 +33,23 @@ class Piece:
     frame: bool = False
 
 
-@dataclass(frozen=True, slots=True)
 class Encoded:
-    """ids: int32[n]. first, last: int64[n], the pieces that hold the first and the last character of each token."""
+    """What pieces were encoded to. The pieces of a token are looked up only when somebody asks: that takes as long as
+    the encoding, and holds the interpreter all the while.
+    """
 
-    ids: IntArray
-    first: npt.NDArray[np.int64]
-    last: npt.NDArray[np.int64]
+    def __init__(self, encoding: Encoding, texts: Sequence[str]) -> None:
+        self._encoding, self._texts = encoding, texts
+        self.ids: IntArray = np.array(encoding.ids, np.int32)
+        """int32[n]."""
+
+    def pieces(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """int64[n] each: the pieces that hold the first and the last character of each token."""
+        ends = np.cumsum([len(text) for text in self._texts])
+        spans = np.array(self._encoding.offsets, np.int64).reshape(-1, 2)
+        last = np.maximum(spans[:, 1] - 1, spans[:, 0])
+        first, final = (np.searchsorted(ends[:-1], at, side="right") for at in (spans[:, 0], last))
+        return first, final
 
 
 class Tokenizer:
@@ -91,12 +102,7 @@ class Tokenizer:
         piece's end does not show in the ids.
         """
         texts = [self._spelled.sub(self._hide, piece.text) if piece.frame else piece.text for piece in pieces]
-        encoding = self._plain.encode("".join(texts), add_special_tokens=False)
-        ends = np.cumsum([len(text) for text in texts])
-        spans = np.array(encoding.offsets, np.int64).reshape(-1, 2)
-        last = np.maximum(spans[:, 1] - 1, spans[:, 0])
-        first, final = (np.searchsorted(ends[:-1], at, side="right") for at in (spans[:, 0], last))
-        return Encoded(np.array(encoding.ids, np.int32), first, final)
+        return Encoded(self._plain.encode("".join(texts), add_special_tokens=False), texts)
 
     def _hide(self, spelled: re.Match[str]) -> str:
         return self._hidden[spelled[0]]
@@ -131,9 +137,27 @@ class Tokenizer:
 
 
 def spellings(tokens: Iterable[str]) -> re.Pattern[str]:
-    """Finds each of `tokens` in a text, the longest one where several begin; nothing where there are none."""
-    longest_first = sorted(tokens, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+    """Finds each of `tokens` in a text, the longest one where several begin; nothing where there are none.
+
+    What they begin with alike is looked at once: with thousands of them (`<unused0>` and so on) a message that repeats
+    such a beginning would otherwise hold the interpreter for minutes.
+    """
+    tree: dict[str, Any] = {}
+    for token in filter(None, tokens):
+        node = tree
+        for character in token:
+            node = node.setdefault(character, {})
+        node[""] = {}
+    return re.compile(_alternatives(tree) or r"(?!)")
+
+
+def _alternatives(tree: Mapping[str, Any]) -> str:
+    """tree: what may come next, by its first character; "" where a token ends."""
+    longer = [re.escape(character) + _alternatives(rest) for character, rest in tree.items() if character]
+    if not longer:
+        return ""
+    pattern = longer[0] if len(longer) == 1 else f"(?:{'|'.join(longer)})"
+    return f"(?:{pattern})?" if "" in tree else pattern
 
 
 def _without_control(spec: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

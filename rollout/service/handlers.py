@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from protocols import requests
 from protocols.errors import EngineDead, Internal, NotReady, Paused, RolloutError, ShuttingDown
 from protocols.replies import ErrorReply, Ok, Pong, ReplyMessage, Welcome, WorkerStatus
-from rollout.chat.accept import has_messages, with_prompts
+from rollout.chat.accept import has_messages, prompts_in_time
 from rollout.service.checks import CAPABILITIES, check_submit, lacking
 from rollout.wire.outbox import Event
 from rollout.wire.sessions import Connection
@@ -105,7 +105,7 @@ class Handlers:
     async def _submit_chat(self, connection: Connection, request: requests.SubmitBatch) -> None:
         """To render thousands of messages takes a second: that is no time to stop everything else for."""
         service = self._service
-        rendered = await asyncio.to_thread(with_prompts, request, service.chat, service.environments.resolve)
+        rendered = await prompts_in_time(request, service.chat, service.environments.resolve)
         self._refuse_new_work()
         self._accept(connection, rendered)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 from engine.request import Request
 from protocols.errors import BadRequest, PromptTooLong
 from protocols.fields import Group, ModelInfo
+from rollout.chat import accept
+from rollout.chat.errors import ChatError
 from rollout.chat.format import ChatFormat
 from rollout.chat.template import ChatTemplate
 from rollout.client import RolloutClient, Trajectory
@@ -24,7 +27,7 @@ from tests.rollout.chat.tiny import COUNTING, THINKING, chat, ids, tokenizer
 from tests.rollout.raw_client import RawClient
 from tests.rollout.timed_engine import VOCAB, TimedEngine
 from tests.rollout.tools.sample_tools import lookup
-from tests.rollout.workers import WorkerThread, worker
+from tests.rollout.workers import WorkerThread, eventually, worker
 
 USER = {"role": "user", "content": "hello <|im_end|>"}
 MODEL = ModelInfo(architecture="stub", dtype="float32", vocab_size=VOCAB, max_context=2048)
@@ -278,3 +281,93 @@ def test_what_cannot_go_on_is_refused_by_name() -> None:
             with pytest.raises(BadRequest, match=why) as refused:
                 client.submit(resume=[trajectory])
             assert refused.value.field == field
+
+
+# What a client may send, and what a template may do.
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"in": schema}}
+    return {"name": "deep", "parameters": schema}
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "why"),
+    [
+        ({"messages": [{"role": "user", "content": "x" * 10 * 2**20}]}, "", "max_header"),
+        ({"messages": [{"role": "user", "content": "x" * 5 * 2**20}]}, "groups[0].messages[0]", "max_chat"),
+        ({"messages": [USER] * 10_000}, "groups[0].messages", "4096"),
+        ({"messages": [USER], "tools": [nested(20)]}, "groups[0].tools[0]", "max_nesting"),
+        ({"messages": [USER], "tools": [nested(3)] * 2000}, "groups[0].tools", "1024"),
+        ({"messages": [USER], "template": {"options": {"x": "y" * 2**17}}}, "groups[0].template.options", "max_meta"),
+    ],
+)
+def test_what_is_too_much_is_refused_before_it_is_rendered(
+    serving: WorkerThread, fields: dict[str, Any], field: str, why: str
+) -> None:
+    """Whatever the client's own checks say."""
+    with RawClient(serving.address) as client:
+        client.call("hello", client="c")
+        group = {"id": "g", "trajectory_ids": ["t"], **fields}
+        client.send("submit", batch_id="b", groups=[group])
+        # What is in a header beyond max_header is not looked at, its id included.
+        error = client.wait(lambda message: message["type"] == "error", 20)["error"]
+        assert error["code"] == "bad_request"
+        assert why in error["message"], error
+        assert (error["field"] or "").startswith(field)
+
+
+def test_the_longest_messages_cost_nobody_else_anything(serving: WorkerThread) -> None:
+    """They are refused, for no context is so long, and others are served meanwhile."""
+    long = [{"role": "user", "content": "<|im_end|> the quick brown fox " * (2**19 // 31)} for _ in range(2)]
+    refusals: list[BaseException] = []
+
+    def submit() -> None:
+        with RolloutClient(serving.address, timeout=60) as client, pytest.raises(PromptTooLong) as refused:
+            client.submit(client.group(messages=long))
+        refusals.append(refused.value)
+
+    sending = threading.Thread(target=submit)
+    sending.start()
+    waits, served_meanwhile = [], 0
+    with RolloutClient(serving.address) as client:
+        while sending.is_alive():
+            began = time.monotonic()
+            client.ping()
+            waits.append(time.monotonic() - began)
+            served_meanwhile += only(client, messages=[USER]).ok
+    sending.join()
+    assert len(refusals) == 1
+    assert served_meanwhile > 2
+    assert sorted(waits)[len(waits) // 2] < 0.25
+
+
+def test_a_template_that_does_not_end_costs_a_named_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no thread for ever: whoever sends ids, or asks next, is served."""
+    monkeypatch.setattr(accept.prompts_in_time, "__defaults__", (0.3,))
+    endless = ChatFormat(ChatTemplate({"default": ENDLESS}), tokenizer())
+    with worker(TimedEngine(), what=served(endless)) as thread, RolloutClient(thread.address) as client:
+        for _ in range(3):
+            with pytest.raises(BadRequest, match="does not come to an end") as refused:
+                client.submit(client.group(messages=[USER]))
+            assert refused.value.field == "groups"
+        assert only(client, prompt_ids=[1, 2]).ok
+        eventually(lambda: not [t for t in threading.enumerate() if t.name == "environment"])
+
+
+def test_a_client_that_leaves_takes_its_rendering_with_it() -> None:
+    endless = ChatFormat(ChatTemplate({"default": ENDLESS}), tokenizer())
+    with worker(TimedEngine(), what=served(endless)) as thread:
+        with RolloutClient(thread.address, timeout=0.3) as client, pytest.raises(TimeoutError):
+            client.submit(client.group(messages=[USER]))
+        eventually(lambda: not [t for t in threading.enumerate() if t.name == "environment"])
+
+
+def test_a_range_without_end_is_refused_by_the_sandbox() -> None:
+    endless = chat("{% for i in range(10**9) %}{% endfor %}")
+    with pytest.raises(ChatError, match="Range too big"):
+        endless.form().prompt([USER])
