@@ -6,12 +6,21 @@ from typing import Final
 
 from engine.errors import EngineError, OutOfMemory, WeightsError
 
+AGAIN: Final = "make the copy again"
 CURES: Final = (
     ("Git LFS pointer", "fetch it with git lfs pull"),
     ("Permission denied", "let this user read it"),
-    ("cut short", "make the copy again"),
-    ("bytes, expected", "make the copy again"),
-    ("is missing", "make the copy again, or save it with its own config.json"),
+    ("cut short", AGAIN),
+    ("bytes, expected", AGAIN),
+    ("too few for a safetensors header", AGAIN),
+    ("No such file", AGAIN),
+    ("cannot be read as JSON", AGAIN),
+    ("which has it not", AGAIN),
+    ("is missing", f"{AGAIN}, or save it with its own config.json"),
+    ("expected shape", f"{AGAIN}, or save it with its own config.json"),
+    ("expected finite values", "what wrote it had diverged: take an earlier one"),
+    ("holds no safetensors file", "save it as safetensors, as save_pretrained does"),
+    ("quantised", "take the one it was made from"),
 )
 """What is said of a checkpoint, and what helps."""
 

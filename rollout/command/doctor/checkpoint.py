@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
+
+from tokenizers import Tokenizer as FastTokenizer
 
 from engine.config import BLOCK_SIZE, EngineConfig
 from engine.errors import EngineError
 from engine.memory.free_memory import host_bytes
 from engine.memory.kv_size import kv_bytes_per_block
 from engine.model.config import ModelConfig, read_model_config
+from rollout.chat.errors import ChatError
+from rollout.chat.format import ChatFormat
 from rollout.chat.template import ChatTemplate
+from rollout.chat.tokenizer import FILE as TOKENIZER
 from rollout.chat.tokenizer import Tokenizer
 from rollout.command import gpu
 from rollout.command.advice import advice
@@ -43,7 +49,7 @@ def check(config: WorkerConfig) -> Iterator[Finding]:
     )
     yield from weights(config, model)
     yield from room(config, model, wanted)
-    yield from text(config)
+    yield from text(config, model)
 
 
 def check_environments(config: WorkerConfig) -> Iterator[Finding]:
@@ -144,10 +150,11 @@ def _gpu_free() -> int | None:
     return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
 
 
-def text(config: WorkerConfig) -> Iterator[Finding]:
+def text(config: WorkerConfig, model: ModelConfig) -> Iterator[Finding]:
     try:
         tokenizer = Tokenizer.load(config.weights)
         template = ChatTemplate.load(config.weights)
+        chat = ChatFormat.load(config.weights, tokenizer)
     except (ValueError, OSError) as error:
         yield Finding("fail", "tokenizer", advice(error))
         return
@@ -155,12 +162,28 @@ def text(config: WorkerConfig) -> Iterator[Finding]:
         yield Finding(
             "warn",
             "tokenizer",
-            "the checkpoint has no tokenizer.json",
+            f"the checkpoint has no {TOKENIZER}",
             "stop strings, text and chat need it; token ids do not",
         )
+    elif (highest := highest_id(config.weights / TOKENIZER)) >= model.vocab_size:
+        yield Finding(
+            "warn",
+            "tokenizer",
+            f"{TOKENIZER} has ids up to {highest}, the model up to {model.vocab_size - 1}",
+            "text may become ids that are refused: take the tokenizer that belongs to the weights",
+        )
     else:
-        yield Finding("ok", "tokenizer", f"tokenizer.json, {tokenizer.hash[:19]}")
+        yield Finding("ok", "tokenizer", f"{TOKENIZER}, {tokenizer.hash[:19]}")
     if template is None:
         yield Finding("warn", "chat template", "the checkpoint has none", "chat needs it; token ids do not")
-    else:
-        yield Finding("ok", "chat template", "there is one")
+    elif chat is not None:
+        try:
+            chat.form().prompt([{"role": "user", "content": "hello"}])
+        except ChatError as error:
+            yield Finding("warn", "chat template", str(error), "chat needs it; token ids do not")
+        else:
+            yield Finding("ok", "chat template", "it renders a message")
+
+
+def highest_id(file: Path) -> int:
+    return max(FastTokenizer.from_file(str(file)).get_vocab().values(), default=-1)

@@ -11,6 +11,7 @@ from rollout.command.cli import main
 from rollout.command.doctor import machine
 from rollout.command.doctor.finding import Finding, safely
 from tests.rigs import write_rand
+from tests.rollout.chat import tiny
 from tests.rollout.wire.test_channel import channel
 
 
@@ -101,6 +102,23 @@ def test_what_is_wrong_with_a_checkpoint_is_said(
     assert code == 1
     assert lines[what].startswith("fail")
     assert message in lines[what]
+
+
+def test_text_that_the_weights_do_not_belong_to_is_a_warning(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = tiny.ordinary()
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{% for x in %}"}))
+    code, lines = doctor(capsys, "--weights", str(path))
+    assert code == 0
+    assert lines["chat template"].startswith("warn")
+    assert "does not compile" in lines["chat template"]
+    assert lines["tokenizer"].startswith("ok")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"vocab_size": 20}))
+    _, lines = doctor(capsys, "--weights", str(path))
+    assert lines["tokenizer"].startswith(
+        f"warn  tokenizer     tokenizer.json has ids up to {tokenizer.get_vocab_size() - 1}, the"
+    )
 
 
 def test_what_does_not_fit_is_said(
