@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from protocols.fields import Environment, Record
+from rollout.chat.accept import RENDER_S
 from rollout.client import RolloutClient
 from rollout.environments.base import Environment as Base
 from rollout.environments.registry import Registry
@@ -21,6 +22,7 @@ from rollout.tools.results import LIMIT
 from rollout.tools.run import DEADLINE_S, MAX_CALLS
 from rollout.tools.tool import Tool
 from rollout.trajectory.segments import MAX_SEGMENTS
+from rollout.trajectory.state import SAID_BYTES, SNAPSHOT_BYTES, TOKEN_BYTES
 from tests.rollout.chat.test_wire import MODEL
 from tests.rollout.chat.tiny import chat, tokenizer
 from tests.rollout.timed_engine import TimedEngine
@@ -96,6 +98,8 @@ def test_a_plug_in_that_goes_on_in_messages() -> None:
 def test_the_numbers_of_the_page() -> None:
     assert f"at most {MAX_CALLS} of them" in TEXT
     assert f"bad\ncalls in a row ({ToolEnvironment.max_bad_calls})" in TEXT
-    assert f"deadline ({DEADLINE_S:g} s)" in TEXT
+    assert f"deadline ({DEADLINE_S:g} s from its start)" in TEXT
+    assert f"after {RENDER_S:g} s" in TEXT
+    assert f"{(SNAPSHOT_BYTES + SAID_BYTES) // 2**10} KiB and {TOKEN_BYTES} bytes for each token" in TEXT
     assert f"longer than {LIMIT:,} characters" in TEXT
     assert f"for {MAX_SEGMENTS} segments" in TEXT
