@@ -57,18 +57,12 @@ class BlockPool:
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` blocks, each with one reference. The caller has looked at `num_free` first."""
-        free, refs, keys = self._free, self._refs, self._keys
-        if count > len(free):
-            raise ValueError(f"{count} blocks wanted, {len(free)} free")
-        blocks = []
-        for _ in range(count):
-            block, _ = free.popitem(last=False)
-            key = keys[block]
-            if key is not None:
-                del self._by_key[key]
-                keys[block] = None
-            refs[block] = 1
-            blocks.append(block)
+        if count > len(self._free):
+            raise ValueError(f"{count} blocks wanted, {len(self._free)} free")
+        blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
+        for block in blocks:
+            self._refs[block] = 1
+        self.withdraw(blocks)
         return blocks
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
