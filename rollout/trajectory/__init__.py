@@ -3,8 +3,10 @@
 spec         what it is to do, and how it ended
 tokens       ids, sources, logprobs, versions
 segments     those of a conversation that branched, each with its tokens
+bounds       how long it may become
 sampling     what a turn asks of the engine
 trajectory   the state machine
+context      what its environment is told
 state        of its environment, for it to go on elsewhere
 rollout      the loop around it: engine, environment, clock
 mailbox      answers of the trainer

@@ -14,12 +14,12 @@ from protocols.errors import Internal
 from protocols.fields import STATUS_OF, ModelInfo, Record, TrajectoryReason, Truncation
 from protocols.replies import TurnDone
 from protocols.requests import Continue
-from rollout.chat.conversation import Conversation
 from rollout.chat.format import ChatFormat
 from rollout.environments.base import Context, EnvironmentFactory, Rewards, TextCodec
 from rollout.environments.guard import PATIENCE, Guard, Patience
 from rollout.generation.async_engine import AsyncEngine
 from rollout.generation.kv_gate import KvGate
+from rollout.trajectory.context import context_of
 from rollout.trajectory.deadline import Deadline
 from rollout.trajectory.mailbox import Mailbox
 from rollout.trajectory.spec import Answer, End, TrajectorySpec
@@ -283,26 +283,5 @@ class Rollout:
         return next((stop.result() for stop in self._stops if stop.done()), None)
 
     def _context(self) -> Context:
-        spec, group = self._spec, self._spec.group
-        return Context(
-            trajectory_id=spec.trajectory_id,
-            group_id=group.id,
-            sample_index=spec.sample_index,
-            seed=spec.seed,
-            prompt=group.prompt.copy(),
-            vocab_size=self._model.vocab_size,
-            max_context=self._model.max_context,
-            ask=self._mailbox.ask,
-            metadata=copy.deepcopy(group.metadata),
-            config=copy.deepcopy(group.environment.config),
-            purpose=group.purpose,
-            tokenizer=self._tokenizer,
-            chat=self._conversation(),
-        )
-
-    def _conversation(self) -> Conversation | None:
-        group = self._spec.group
-        if self._chat is None or group.messages is None:
-            return None
-        form = self._chat.form(group.tools, group.template.options)
-        return Conversation(form, copy.deepcopy(group.messages), group.template, self._spec.said)
+        ask = self._mailbox.ask
+        return context_of(self._spec, self._model, ask=ask, tokenizer=self._tokenizer, chat=self._chat)

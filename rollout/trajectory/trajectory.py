@@ -28,6 +28,7 @@ from protocols.fields import (
 )
 from rollout.environments.base import Rewards, TurnResult
 from rollout.generation.failures import wire_error
+from rollout.trajectory.bounds import Bounds
 from rollout.trajectory.sampling import engine_params, stop_rule
 from rollout.trajectory.segments import MAX_SEGMENTS, Segments
 from rollout.trajectory.spec import Answer, End, TrajectorySpec
@@ -45,7 +46,7 @@ class Trajectory:
         self._sampling = spec.group.sampling
         self._budget = spec.group.budget
         self._stop = stop_rule(self._sampling, model.eos_ids)
-        self._max_context = model.max_context
+        self._bounds = Bounds(self._budget, model.max_context)
         self._segments = Segments(self._sampling.logprobs, spec.group.prompt, spec.group.prompt_source)
         self._turn_limit = self._sampling.max_tokens
         self._turns: list[Turn] = []
@@ -110,9 +111,9 @@ class Trajectory:
             )
             if ids is not None
         ]
-        room = self._room() if answer.branch is None else self._ceiling()
+        room = self._room() if answer.branch is None else self._bounds.tokens
         if sum(len(ids) for ids, _ in parts) > room:
-            return self._overflow()
+            return self._bounds.overflow()
         if answer.branch is not None:
             if self._segments.index + 1 == MAX_SEGMENTS:
                 return End("length", Truncation(limit="max_segments", value=MAX_SEGMENTS))
@@ -125,7 +126,7 @@ class Trajectory:
     def before_turn(self, serving_version: int) -> End | None:
         """May a further turn be sampled, now that weights of `serving_version` serve?"""
         if self._room() <= 0:
-            return self._overflow()
+            return self._bounds.overflow()
         limit, oldest = self._spec.group.max_staleness, self._segments.oldest_version
         if oldest is not None and limit is not None and serving_version - oldest > limit:
             return End("abort_stale")
@@ -180,13 +181,13 @@ class Trajectory:
             case "abort_client" | "abort_weight_update":
                 return End(turn.finish_reason)
             case "context_overflow":
-                return End("context_overflow", Truncation(limit="max_context", value=self._max_context))
+                return self._bounds.context_overflow()
             case "length" if turn.length != self._turn_limit:
-                return self._overflow()
+                return self._bounds.overflow()
             case "length" | "turn_deadline":
                 # The second turn in a row in which nothing was sampled: nothing says that there would be a last one.
                 idle = turn.length == 0 and len(self._turns) > 1 and self._turns[-2].length == 0
-                return self._cut(turn) if ends_when_cut or idle else None
+                return self._bounds.cut(turn) if ends_when_cut or idle else None
 
     def last_turn(self) -> TurnResult:
         turn = self._turns[-1]
@@ -210,7 +211,7 @@ class Trajectory:
         reason = "tool_calls" if called else turn.finish_reason
         self._turns[-1] = turn.model_copy(update={"reward": answer.reward, "finish_reason": reason})
         if answer.done and fixed_turns:
-            return End("stop") if turn.finish_reason == "stop" else self._cut(turn)
+            return End("stop") if turn.finish_reason == "stop" else self._bounds.cut(turn)
         if answer.done:
             return End("env_done")
         if len(self._turns) == self._budget.max_turns:
@@ -297,22 +298,8 @@ class Trajectory:
         scripted = environment.name == "scripted" and index == len(environment.script)
         return scripted or index + 1 == self._budget.max_turns
 
-    def _ceiling(self) -> int:
-        return min(self._budget.max_total_tokens or self._max_context, self._max_context)
-
     def _room(self) -> int:
-        return self._ceiling() - self.length
-
-    def _overflow(self) -> End:
-        if self._ceiling() < self._max_context:
-            return End("max_total_tokens", Truncation(limit="max_total_tokens", value=self._ceiling()))
-        return End("context_overflow", Truncation(limit="max_context", value=self._max_context))
-
-    def _cut(self, turn: Turn) -> End:
-        """The trajectory ends because its turn was cut."""
-        if turn.finish_reason == "turn_deadline":
-            return End("length", Truncation(limit="turn_deadline_s", value=self._budget.turn_deadline_s or 0.0))
-        return End("length", Truncation(limit="max_tokens", value=turn.length))
+        return self._bounds.tokens - self.length
 
 
 def add_times(one: fields.Times, other: fields.Times) -> fields.Times:
