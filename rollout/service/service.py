@@ -135,8 +135,8 @@ class Service:
         self.scorer = Scorer(self.engine, served.model, self.limits)
         self.sessions = Sessions(self._send, limits=limits, client_timeout=timeouts.client, on_expired=self._expired)
         self._handlers = Handlers(self)
-        self._unreadable = Repeated("%d messages could not be read: a peer speaks another protocol, or none")
-        self._undeliverable = Repeated("%d replies reached nobody: who had asked was gone, or read none of them")
+        self._unreadable = Repeated("messages that could not be read")
+        self._undeliverable = Repeated("replies that reached nobody, since who had asked was gone or reads none")
         self._gone = 0
         self._cut_off = 0
 
@@ -189,7 +189,7 @@ class Service:
         try:
             request = decode_request([frame.buffer for frame in frames], self.limits)
         except Exception as error:
-            self._unreadable.count()
+            self._unreadable.count(f"since {error}")
             request_id = error.request_id if isinstance(error, BadRequest) else ""
             if request_id or self.sessions.connection(peer) is not None:
                 self.refuse(peer, request_id, error)
@@ -198,8 +198,7 @@ class Service:
 
     def reply(self, peer: bytes, message: ReplyMessage) -> None:
         if not self._send(peer, encode(message)):
-            self._undeliverable.count()
-            log.debug("the %s to request %r reached nobody", type(message).__name__, message.id)
+            self._undeliverable.count(f"the {type(message).__name__} to request {message.id!r}")
 
     def refuse(self, peer: bytes, request_id: str, error: Exception) -> None:
         self.reply(peer, as_error_reply(request_id, error))
