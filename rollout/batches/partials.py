@@ -13,7 +13,7 @@ from rollout.batches.record_size import may_branch
 from rollout.environments.checks import outside_of
 from rollout.environments.isolated import can_snapshot
 from rollout.trajectory.segments import MAX_SEGMENTS
-from rollout.trajectory.trajectory import ABORTED
+from rollout.trajectory.turns import ABORTED
 
 
 def check_partials(submit: SubmitBatch, *, model: ModelInfo, resolve: Callable[[Environment], object]) -> None:

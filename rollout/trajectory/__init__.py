@@ -3,6 +3,7 @@
 spec         what it is to do, and how it ended
 tokens       ids, sources, logprobs, versions
 segments     those of a conversation that branched, each with its tokens
+turns        what a record says of each
 bounds       how long it may become
 sampling     what a turn asks of the engine
 trajectory   the state machine

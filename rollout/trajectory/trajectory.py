@@ -33,9 +33,7 @@ from rollout.trajectory.sampling import engine_params, stop_rule
 from rollout.trajectory.segments import MAX_SEGMENTS, Segments
 from rollout.trajectory.spec import Answer, End, TrajectorySpec
 from rollout.trajectory.tokens import Tokens, fault
-
-ABORTED = ("abort_client", "abort_weight_update")
-"""Reasons of a turn that can go on where it was broken off."""
+from rollout.trajectory.turns import ABORTED, add_times, gone_on, turn_of
 
 
 class Trajectory:
@@ -262,35 +260,10 @@ class Trajectory:
         return self._segments.now
 
     def _turn(self, completion: Completion, times: fields.Times) -> Turn:
-        start, count, stop = self.length, len(completion.token_ids), completion.stop
-        reason, stopped = completion.finish_reason, None if stop is None else str(stop)
-        if isinstance(stop, bytes):
-            stopped = stop.decode(errors="replace")
-        before = self._turns[-1] if self.cut else None
-        if reason in ABORTED and count + (before.length if before else 0) == self._turn_limit:
-            reason = "length"
-        if before is not None:
-            return before.model_copy(
-                update={
-                    "length": before.length + count,
-                    "finish_reason": reason,
-                    "stop": stopped,
-                    "preemptions": before.preemptions + completion.preemptions + 1,
-                    "times": add_times(before.times, times),
-                }
-            )
-        return Turn.model_construct(  # our own plain values, once a turn: not worth a validation
-            index=len(self._turns),
-            start=start,
-            length=count,
-            finish_reason=reason,
-            stop=stopped,
-            prompt_len=start,
-            cached_tokens=completion.cached_tokens,
-            computed_tokens=completion.computed_tokens,
-            preemptions=completion.preemptions,
-            times=times,
-        )
+        limit = self._turn_limit
+        if self.cut:
+            return gone_on(self._turns[-1], completion, times, limit=limit)
+        return turn_of(completion, times, index=len(self._turns), start=self.length, limit=limit)
 
     def _is_last(self, index: int) -> bool:
         """Is it known that no turn follows this one?"""
@@ -300,11 +273,6 @@ class Trajectory:
 
     def _room(self) -> int:
         return self._bounds.tokens - self.length
-
-
-def add_times(one: fields.Times, other: fields.Times) -> fields.Times:
-    names = fields.Times.model_fields
-    return fields.Times.model_construct(**{name: getattr(one, name) + getattr(other, name) for name in names})
 
 
 def _failed(failure: Failure) -> End:
