@@ -4,7 +4,7 @@ How far an id is below the likeliest, (top - z) / T, is its depth; as a float32 
 like the integer of its bits. The depth of the last id that stays is settled four bits a pass, from the highest:
 every program adds up what of its piece of the vocabulary is no deeper than each of 16 pivots (ids for top-k, their
 weights for top-p), and the next pass begins with the sums over all pieces. There are no atomics: all sums are taken in
-one order, so a row's cut depends on nothing but the row.
+one order, so a row's cut depends on nothing but the row. A count that is met exactly ends the search.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 PIECE = 2048
-"""Ids a program."""
-STEP = tl.constexpr(1024)
+"""Ids a program of those that look at each id once."""
+STRETCH = 8192
+"""Ids a program of a pass."""
+STEP = tl.constexpr(256)
 PIVOTS = tl.constexpr(16)
 FIRST = tl.constexpr(27)
 SHIFTS = (27, 23, 19, 15, 11, 7, 3, 0)
@@ -74,10 +76,11 @@ def _search(
     """int32[S]: the smallest depth down to which there are `wanted` ids, or that share of the weight of what is no
     deeper than `limit`; `limit` where `wanted` is 0. And float64[S], that weight."""
     rows, vocab = logits.shape
-    pieces = triton.cdiv(vocab, PIECE)
+    pieces = triton.cdiv(vocab, STRETCH)
     width = triton.next_power_of_2(pieces)
     parts = torch.empty(2, rows, pieces, PIVOTS.value, dtype=torch.float32, device=logits.device)
     lows = torch.zeros(2, rows, dtype=torch.int32, device=logits.device)
+    met = torch.full((rows,), -1, dtype=torch.int32, device=logits.device)
     totals = totals.clone()
     for turn, shift in enumerate(SHIFTS):
         here, there = turn % 2, 1 - turn % 2
@@ -92,19 +95,20 @@ def _search(
             parts[there],
             parts[here],
             totals,
+            met,
             vocab,
             pieces,
             shift,
             SHIFTS[turn - 1] if turn else -1,
             WEIGHTS=weights,
             WIDTH=width,
-            PIECE=PIECE,
+            STRETCH=STRETCH,
             num_warps=4,
         )
     last = (len(SHIFTS) - 1) % 2
     depth = torch.empty_like(limit)
     settle_kernel[(rows,)](
-        wanted, limit, lows[last], parts[last], totals, depth, pieces, SHIFTS[-1], WEIGHTS=weights, WIDTH=width
+        wanted, limit, lows[last], parts[last], totals, met, depth, pieces, SHIFTS[-1], WEIGHTS=weights, WIDTH=width
     )
     return depth, totals
 
@@ -118,7 +122,8 @@ def depths(logits, row, ids, live, vocab, top, t):
 
 @triton.jit
 def _settle(low, part, total, want, pieces, shift, WEIGHTS: tl.constexpr, WIDTH: tl.constexpr):
-    """The lowest bits so far and the next four; the weight of all ids, which the first pass knows."""
+    """The lowest bits so far and the next four; the weight of all ids, which the first pass knows; and, if so many
+    ids are wanted as are above a pivot, that pivot, else -1."""
     piece, pivot = tl.arange(0, WIDTH), tl.arange(0, PIVOTS)
     place = piece[:, None] * PIVOTS + pivot[None, :]
     sums = tl.sum(tl.load(part + place, mask=piece[:, None] < pieces, other=0.0).to(tl.float64), 0)
@@ -127,7 +132,9 @@ def _settle(low, part, total, want, pieces, shift, WEIGHTS: tl.constexpr, WIDTH:
             total = tl.sum(tl.where(pivot == PIVOTS - 1, sums, 0.0))
         want *= total
     short = tl.minimum(tl.sum((sums < want).to(tl.int32)), PIVOTS - 1)
-    return low + (short << shift), total
+    low += short << shift
+    met = tl.where(tl.max(tl.where(sums == want, 1, 0)) > 0, low + (1 << shift) - 1, -1)
+    return low, total, met
 
 
 @triton.jit(do_not_specialize=["shift", "settled"])
@@ -142,57 +149,58 @@ def weigh_kernel(
     parts_in,
     parts_out,
     totals,
+    met,
     vocab,
     pieces,
     shift,
     settled,
     WEIGHTS: tl.constexpr,
     WIDTH: tl.constexpr,
-    PIECE: tl.constexpr,
+    STRETCH: tl.constexpr,
 ):
     piece, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    want = tl.load(wanted + row)
-    if want > 0:
+    want, found = tl.load(wanted + row), tl.load(met + row)
+    if (want > 0) & (found < 0):
         low, total = tl.load(lows_in + row), tl.load(totals + row)
         if settled >= 0:
-            low, total = _settle(
+            low, total, found = _settle(
                 low, parts_in + row * pieces * PIVOTS, total, want, pieces, settled, WEIGHTS=WEIGHTS, WIDTH=WIDTH
             )
+            if WEIGHTS:
+                found = -1
             if piece == 0:
                 tl.store(lows_out + row, low)
-                if WEIGHTS:
-                    if settled == FIRST:
-                        tl.store(totals + row, total)
-        pivot = tl.arange(0, PIVOTS)
-        pivots = low + (pivot << shift) + ((1 << shift) - 1)
-        top, t, limit = tl.load(tops + row), tl.load(temperature + row), tl.load(limits + row)
-        sums = tl.zeros((PIVOTS,), tl.float32)
-        for start in range(0, PIECE, STEP):
-            ids = piece * PIECE + start + tl.arange(0, STEP)
-            live = ids < vocab
-            depth = depths(logits, row, ids, live, vocab, top, t)
-            bits = depth.to(tl.int32, bitcast=True)
-            weight = tl.where(live & (bits <= limit), tl.exp(-depth), 0.0) if WEIGHTS else live.to(tl.float32)
-            sums += tl.sum(tl.where(bits[:, None] <= pivots[None, :], weight[:, None], 0.0), 0)
-        tl.store(parts_out + (row * pieces + piece) * PIVOTS + pivot, sums)
+                tl.store(met + row, found)
+                if settled == FIRST:
+                    tl.store(totals + row, total)
+        if found < 0:
+            pivot = tl.arange(0, PIVOTS)
+            pivots = low + (pivot << shift) + ((1 << shift) - 1)
+            top, t, limit = tl.load(tops + row), tl.load(temperature + row), tl.load(limits + row)
+            sums = tl.zeros((STEP, PIVOTS), tl.float32)
+            for start in range(0, STRETCH, STEP):
+                ids = piece * STRETCH + start + tl.arange(0, STEP)
+                live = ids < vocab
+                depth = depths(logits, row, ids, live, vocab, top, t)
+                bits = depth.to(tl.int32, bitcast=True)
+                weight = tl.where(live & (bits <= limit), tl.exp(-depth), 0.0) if WEIGHTS else live.to(tl.float32)
+                sums += tl.where(bits[:, None] <= pivots[None, :], weight[:, None], 0.0)
+            tl.store(parts_out + (row * pieces + piece) * PIVOTS + pivot, tl.sum(sums, 0))
 
 
 @triton.jit(do_not_specialize=["shift"])
-def settle_kernel(wanted, limits, lows, parts, totals, out, pieces, shift, WEIGHTS: tl.constexpr, WIDTH: tl.constexpr):
+def settle_kernel(
+    wanted, limits, lows, parts, totals, met, out, pieces, shift, WEIGHTS: tl.constexpr, WIDTH: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
-    want, low = tl.load(wanted + row), tl.load(limits + row)
-    if want > 0:
-        low, _ = _settle(
-            tl.load(lows + row),
-            parts + row * pieces * PIVOTS,
-            tl.load(totals + row),
-            want,
-            pieces,
-            shift,
-            WEIGHTS=WEIGHTS,
-            WIDTH=WIDTH,
-        )
-    tl.store(out + row, low)
+    want, found, depth = tl.load(wanted + row), tl.load(met + row), tl.load(limits + row)
+    if found >= 0:
+        depth = found
+    elif want > 0:
+        part = parts + row * pieces * PIVOTS
+        low, total = tl.load(lows + row), tl.load(totals + row)
+        depth, _, _ = _settle(low, part, total, want, pieces, shift, WEIGHTS=WEIGHTS, WIDTH=WIDTH)
+    tl.store(out + row, depth)
 
 
 @triton.jit
