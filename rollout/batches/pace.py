@@ -12,38 +12,34 @@ T = TypeVar("T")
 
 TURN_S = 0.01
 """How long one turn of the loop may take while there is work left."""
-FIRST_BURST = 16
-"""Where nothing is known yet: what is submitted together should reach the engine in few pieces, for it begins a step
-with the first of them."""
 
 
 class Pace:
     """Calls `step` until it returns False, a burst in each turn of the loop. `wake`: there may be something to do.
 
     What a step leads to (tasks that it starts or wakes) costs more than the step and comes a few turns after it. So
-    the length of a burst follows from how long the loop takes to come round again after a whole one, whatever it does
-    meanwhile: it grows by one a turn, is cut to its share at once, and is remembered from one rest to the next.
+    the length of a burst follows from how long the loop takes to come round again, whatever it does meanwhile: it
+    grows by one a turn and is cut to its share at once.
     """
 
     def __init__(self, step: Callable[[], bool]) -> None:
         self._step = step
-        self._burst = FIRST_BURST
-        self._since: float | None = None
+        self._burst = 1
+        self._since = 0.0
         self._scheduled: asyncio.Handle | None = None
 
     def wake(self) -> None:
         if self._scheduled is None:
+            self._since = time.perf_counter()
             self._scheduled = asyncio.get_running_loop().call_soon(self._go)
 
     def _go(self) -> None:
         now = time.perf_counter()
-        if self._since is not None:
-            share = self._burst * TURN_S / max(now - self._since, 1e-6)
-            self._burst = max(1, min(self._burst + 1, int(share)))
-        self._since = now
+        took, self._since = now - self._since, now
+        self._burst = max(1, min(self._burst + 1, int(self._burst * TURN_S / max(took, 1e-6))))
         for _ in range(self._burst):
             if not self._step():
-                self._scheduled = self._since = None
+                self._scheduled = None
                 return
         self._scheduled = asyncio.get_running_loop().call_soon(self._go)
 
