@@ -4,7 +4,8 @@ How far an id is below the likeliest, (top - z) / T, is its depth; as a float32 
 like the integer of its bits. The depth of the last id that stays is settled four bits a pass, from the highest:
 every program adds up what of its piece of the vocabulary is no deeper than each of 16 pivots (ids for top-k, their
 weights for top-p), and the next pass begins with the sums over all pieces. There are no atomics: all sums are taken in
-one order, so a row's cut depends on nothing but the row. A count that is met exactly ends the search.
+one order, so a row's cut depends on nothing but the row. A count that is met exactly ends the search, and
+a stretch without ids between two pivots is not read again.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from torch import Tensor
 
 PIECE = 2048
 """Ids a program of those that look at each id once."""
-STRETCH = 8192
-"""Ids a program of a pass."""
-STEP = tl.constexpr(256)
+STRETCH = 2048
+"""Ids a program of a pass, which is one warp: every thread then holds its ids for all pivots."""
+STEP = tl.constexpr(128)
 PIVOTS = tl.constexpr(16)
 FIRST = tl.constexpr(27)
+INFINITE = tl.constexpr(0x7F800000)
 SHIFTS = (27, 23, 19, 15, 11, 7, 3, 0)
 """Bits below those that a pass settles: 31 in all, for the sign is 0."""
 DEEPEST = 0x7FFFFFFF
@@ -80,6 +82,7 @@ def _search(
     width = triton.next_power_of_2(pieces)
     parts = torch.empty(2, rows, pieces, PIVOTS.value, dtype=torch.float32, device=logits.device)
     lows = torch.zeros(2, rows, dtype=torch.int32, device=logits.device)
+    bases = torch.zeros(rows, pieces, dtype=torch.float32, device=logits.device)
     met = torch.full((rows,), -1, dtype=torch.int32, device=logits.device)
     totals = totals.clone()
     for turn, shift in enumerate(SHIFTS):
@@ -94,6 +97,7 @@ def _search(
             lows[here],
             parts[there],
             parts[here],
+            bases,
             totals,
             met,
             vocab,
@@ -103,7 +107,7 @@ def _search(
             WEIGHTS=weights,
             WIDTH=width,
             STRETCH=STRETCH,
-            num_warps=4,
+            num_warps=1,
         )
     last = (len(SHIFTS) - 1) % 2
     depth = torch.empty_like(limit)
@@ -122,7 +126,7 @@ def depths(logits, row, ids, live, vocab, top, t):
 
 @triton.jit
 def _settle(low, part, total, want, pieces, shift, WEIGHTS: tl.constexpr, WIDTH: tl.constexpr):
-    """The lowest bits so far and the next four; the weight of all ids, which the first pass knows; and, if so many
+    """How many of the 16 pivots lie above the cut; the weight of all ids, which the first pass knows; and, if so many
     ids are wanted as are above a pivot, that pivot, else -1."""
     piece, pivot = tl.arange(0, WIDTH), tl.arange(0, PIVOTS)
     place = piece[:, None] * PIVOTS + pivot[None, :]
@@ -132,9 +136,8 @@ def _settle(low, part, total, want, pieces, shift, WEIGHTS: tl.constexpr, WIDTH:
             total = tl.sum(tl.where(pivot == PIVOTS - 1, sums, 0.0))
         want *= total
     short = tl.minimum(tl.sum((sums < want).to(tl.int32)), PIVOTS - 1)
-    low += short << shift
-    met = tl.where(tl.max(tl.where(sums == want, 1, 0)) > 0, low + (1 << shift) - 1, -1)
-    return low, total, met
+    met = tl.where(tl.max(tl.where(sums == want, 1, 0)) > 0, low + (short << shift) + (1 << shift) - 1, -1)
+    return short, total, met
 
 
 @triton.jit(do_not_specialize=["shift", "settled"])
@@ -148,6 +151,7 @@ def weigh_kernel(
     lows_out,
     parts_in,
     parts_out,
+    bases,
     totals,
     met,
     vocab,
@@ -162,10 +166,14 @@ def weigh_kernel(
     want, found = tl.load(wanted + row), tl.load(met + row)
     if (want > 0) & (found < 0):
         low, total = tl.load(lows_in + row), tl.load(totals + row)
+        own = (row * pieces + piece) * PIVOTS
+        pivot = tl.arange(0, PIVOTS)
+        empty, base = False, 0.0
         if settled >= 0:
-            low, total, found = _settle(
+            short, total, found = _settle(
                 low, parts_in + row * pieces * PIVOTS, total, want, pieces, settled, WEIGHTS=WEIGHTS, WIDTH=WIDTH
             )
+            low += short << settled
             if WEIGHTS:
                 found = -1
             if piece == 0:
@@ -173,19 +181,25 @@ def weigh_kernel(
                 tl.store(met + row, found)
                 if settled == FIRST:
                     tl.store(totals + row, total)
-        if found < 0:
-            pivot = tl.arange(0, PIVOTS)
-            pivots = low + (pivot << shift) + ((1 << shift) - 1)
+            base = tl.load(bases + row * pieces + piece)
+            if short > 0:
+                base = tl.load(parts_in + own + short - 1)
+            tl.store(bases + row * pieces + piece, base)
+            empty = tl.load(parts_in + own + short) == base
+        if (found < 0) & empty:
+            tl.store(parts_out + own + pivot, tl.zeros((PIVOTS,), tl.float32) + base)
+        elif found < 0:
+            pivots = tl.minimum(low + (pivot << shift) + ((1 << shift) - 1), INFINITE).to(tl.float32, bitcast=True)
             top, t, limit = tl.load(tops + row), tl.load(temperature + row), tl.load(limits + row)
-            sums = tl.zeros((STEP, PIVOTS), tl.float32)
+            sums = tl.zeros((PIVOTS, STEP), tl.float32)
             for start in range(0, STRETCH, STEP):
                 ids = piece * STRETCH + start + tl.arange(0, STEP)
                 live = ids < vocab
                 depth = depths(logits, row, ids, live, vocab, top, t)
-                bits = depth.to(tl.int32, bitcast=True)
-                weight = tl.where(live & (bits <= limit), tl.exp(-depth), 0.0) if WEIGHTS else live.to(tl.float32)
-                sums += tl.where(bits[:, None] <= pivots[None, :], weight[:, None], 0.0)
-            tl.store(parts_out + (row * pieces + piece) * PIVOTS + pivot, tl.sum(sums, 0))
+                within = live & (depth.to(tl.int32, bitcast=True) <= limit)
+                weight = tl.where(within, tl.exp(-depth), 0.0) if WEIGHTS else live.to(tl.float32)
+                sums += tl.where(depth[None, :] <= pivots[:, None], weight[None, :], 0.0)
+            tl.store(parts_out + own + pivot, tl.sum(sums, 1))
 
 
 @triton.jit(do_not_specialize=["shift"])
@@ -199,7 +213,8 @@ def settle_kernel(
     elif want > 0:
         part = parts + row * pieces * PIVOTS
         low, total = tl.load(lows + row), tl.load(totals + row)
-        depth, _, _ = _settle(low, part, total, want, pieces, shift, WEIGHTS=WEIGHTS, WIDTH=WIDTH)
+        short, _, _ = _settle(low, part, total, want, pieces, shift, WEIGHTS=WEIGHTS, WIDTH=WIDTH)
+        depth = low + (short << shift)
     tl.store(out + row, depth)
 
 
