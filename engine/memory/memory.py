@@ -46,7 +46,8 @@ def within_memory(build: Callable[P, T]) -> Callable[P, T]:
         try:
             return build(*args, **kwargs)
         except (torch.OutOfMemoryError, MemoryError) as error:
-            raise OutOfMemory(str(error).splitlines()[0], field="device") from error
+            reason = str(error).partition("\n")[0]  # Python's own MemoryError says nothing
+            raise OutOfMemory(reason or "no memory is left on the host", field="device") from error
 
     return built
 

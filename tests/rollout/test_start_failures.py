@@ -202,15 +202,26 @@ def test_weights_that_the_host_has_no_memory_for_are_refused_before_they_are_rea
     )
 
 
-def test_what_torch_refuses_during_the_build_is_out_of_memory_too() -> None:
+@pytest.mark.parametrize(
+    ("refusal", "said"),
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore\nlines"),
+            "CUDA out of memory. Tried to allocate 2.00 GiB.",
+        ),
+        (MemoryError("Unable to allocate 9 EiB"), "Unable to allocate 9 EiB"),
+        (MemoryError(), "no memory is left on the host"),
+    ],
+)
+def test_what_is_refused_during_the_build_is_out_of_memory_too(refusal: Exception, said: str) -> None:
     @within_memory
     def build() -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore\nlines")
+        raise refusal
 
     with pytest.raises(OutOfMemory) as caught:
         build()
     line = advice(caught.value)
-    assert line.startswith("CUDA out of memory. Tried to allocate 2.00 GiB.: lower --kv-tokens")
+    assert line.startswith(f"{said}: lower --kv-tokens")
     assert "\n" not in line
 
 
