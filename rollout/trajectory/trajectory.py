@@ -90,10 +90,6 @@ class Trajectory:
         """Has the last turn ended by itself, and not been answered?"""
         return not self._answered and not self.cut
 
-    @property
-    def turns(self) -> tuple[Turn, ...]:
-        return tuple(self._turns)
-
     def append(self, answer: Answer) -> End | None:
         """Add what comes before a turn, glue first: all of it or, where it does not fit, nothing. An exact fit fits.
 

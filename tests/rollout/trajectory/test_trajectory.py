@@ -23,6 +23,7 @@ from protocols.fields import (
     Record,
     Times,
     Truncation,
+    Turn,
 )
 from rollout.environments.base import Rewards
 from rollout.trajectory.segments import MAX_SEGMENTS
@@ -46,6 +47,11 @@ def turn(
 
 def record(trajectory: Trajectory, end: End) -> Record:
     return trajectory.to_record(end, Times(), 0.0, Rewards())
+
+
+def turns(t: Trajectory) -> tuple[Turn, ...]:
+    (segment,) = record(t, End("abort_client")).segments
+    return segment.turns
 
 
 def test_the_record_is_the_running_sequence_and_nothing_else() -> None:
@@ -191,7 +197,7 @@ def test_a_turn_gets_what_is_left_and_the_end_names_the_limit(
     assert end is not None
     assert end.truncation is not None
     assert (end.reason, end.truncation.limit, end.truncation.value) == (reason, *limit)
-    assert t.turns[0].finish_reason == "length"
+    assert turns(t)[0].finish_reason == "length"
 
 
 def test_a_cut_turn_may_go_on() -> None:
@@ -219,7 +225,7 @@ def test_a_turn_deadline_ends_a_turn_like_length() -> None:
     assert end is not None
     assert end.truncation is not None
     assert (end.reason, end.truncation.limit, end.truncation.value) == ("length", "turn_deadline_s", 1.5)
-    assert [(x.length, x.finish_reason) for x in t.turns] == [(1, "turn_deadline"), (0, "turn_deadline")]
+    assert [(x.length, x.finish_reason) for x in turns(t)] == [(1, "turn_deadline"), (0, "turn_deadline")]
     assert record(t, end).segments[0].token_ids.tolist() == [10, 11, 12, 20]
 
 
@@ -278,7 +284,7 @@ def test_the_last_turn_allowed_is_answered_and_nothing_follows_it() -> None:
     turn(t, (EOS,))
     assert t.answer(Answer(observation=ids(30), reward=1.0), fixed_turns=False) == End("max_turns")
     assert t.length == 4
-    assert t.turns[0].reward == 1.0
+    assert turns(t)[0].reward == 1.0
 
 
 def test_done_on_the_last_turn_allowed_is_done() -> None:
@@ -393,17 +399,17 @@ def test_cached_and_computed_tokens_are_those_of_turns_that_began() -> None:
     request = t.request()
     reply = replace(completed(request, (EOS,)), cached_tokens=2, computed_tokens=1, times=EngineTimes(prefill=0.1))
     t.take(request, reply, Times(), ends_when_cut=True)
-    assert (t.turns[0].cached_tokens, t.turns[0].computed_tokens) == (2, 1)
+    assert (turns(t)[0].cached_tokens, turns(t)[0].computed_tokens) == (2, 1)
     t = trajectory()
     turn(t, (), "abort_client")
-    assert (t.turns[0].cached_tokens, t.turns[0].computed_tokens) == (0, 0)
+    assert (turns(t)[0].cached_tokens, turns(t)[0].computed_tokens) == (0, 0)
 
 
 def test_a_stop_string_is_named() -> None:
     t = trajectory(sampling={"stop": ("STOP",)})
     request = t.request()
     t.take(request, replace(completed(request, (20,)), stop=b"STOP"), Times(), ends_when_cut=True)
-    assert t.turns[0].stop == "STOP"
+    assert turns(t)[0].stop == "STOP"
 
 
 def test_tokens_sampled_elsewhere_count_in_the_penalties_and_not_in_the_loss() -> None:
@@ -424,8 +430,8 @@ def test_the_wait_for_the_environment_belongs_to_the_turn_before_it() -> None:
     t.take(request, completed(request, (EOS,)), Times(decode=0.5), ends_when_cut=True)
     t.waited(0.25)
     t.answer(Answer(reward=1.0), fixed_turns=False)
-    assert t.turns[0].times == Times(decode=0.5, tool_wait=0.25)
-    assert t.turns[0].reward == 1.0
+    assert turns(t)[0].times == Times(decode=0.5, tool_wait=0.25)
+    assert turns(t)[0].reward == 1.0
 
 
 def test_what_an_environment_sees_of_a_turn_cannot_be_written() -> None:
