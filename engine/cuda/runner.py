@@ -48,7 +48,8 @@ class Path:
 class Launched:
     """A step on its way: its results are whole in pinned memory once `done` has passed.
 
-    plain: int32[5, S] of the sampler, unless a row wants alternatives; `output` has only scores then.
+    plain: int32[5, S] of the sampler, whatever the laws; None where a row wants alternatives. With it `output` has only
+    scores.
     """
 
     done: torch.cuda.Event

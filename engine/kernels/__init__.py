@@ -1,4 +1,4 @@
-"""Triton, one kernel a file, each with a torch twin.
+"""Triton, one task a file, each with a torch twin.
 
 qk_norm_rope_write  norm of q and k, rotary turn, write to the cache
 paged_decode        decode attention

@@ -75,8 +75,9 @@ def find_cuts(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor,
 def _search(
     logits: Tensor, tops: Tensor, temperature: Tensor, wanted: Tensor, limit: Tensor, totals: Tensor, *, weights: bool
 ) -> tuple[Tensor, Tensor]:
-    """int32[S]: the smallest depth down to which there are `wanted` ids, or that share of the weight of what is no
-    deeper than `limit`; `limit` where `wanted` is 0. And float64[S], that weight."""
+    """int32[S], a depth: down to it there are exactly `wanted` ids, or else it is the smallest down to which there are
+    more, or down to which there is that share of the weight of what is no deeper than `limit`; `limit` where `wanted`
+    is 0. And float64[S], that weight: `totals` where ids are counted."""
     rows, vocab = logits.shape
     pieces = triton.cdiv(vocab, STRETCH)
     width = triton.next_power_of_2(pieces)

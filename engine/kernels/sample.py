@@ -106,6 +106,9 @@ def sample_pieces_kernel(
     WIDTH: tl.constexpr,
     PIECE: tl.constexpr,
 ):
+    """parts: float32[S, 7 or 10, pieces]. Of each piece: 0 its largest logit, 1 and 2 the sums of exp below that at T
+    and at 1, 3 the best score (with noise), 4 and 5 its logit and the bits of its id, 6 whether a logit is not finite;
+    and of what is drawn from, where that is special: 7 the largest, 8 the sum at T, 9 whether one is NaN or inf."""
     piece, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     PARTS: tl.constexpr = 10 if SPECIAL else 7
     part = parts + row * PARTS * pieces + piece
