@@ -167,10 +167,10 @@ class Pool:
                 process = await place.got
                 await process.ready()
         except TimeoutError:
-            raise NoProcess(
-                f"no process of {self._name} was free within {wait:g} s: {self._size} are busy and {len(self._line)} "
-                "calls wait; --env-processes says how many there may be"
-            ) from None
+            why = f"{self._size} are busy and {len(self._line)} calls wait; --env-processes says how many there may be"
+            if not place.got.cancelled():
+                why = "one was there, and not up yet"
+            raise NoProcess(f"no process of {self._name} was free within {wait:g} s: {why}") from None
         self._calls += 1
         self._waited_s += time.monotonic() - place.since
         return process

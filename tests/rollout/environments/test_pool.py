@@ -19,6 +19,7 @@ import pytest
 from rollout.environments import warden
 from rollout.environments.frames import MAX_RESULT
 from rollout.environments.pool import NoProcess, Owner, Pool, ProcessDied, Reported
+from rollout.environments.processes import Process
 from tests.rollout.build import run
 from tests.rollout.environments import foreign
 from tests.rollout.workers import ROOT, eventually, soon
@@ -257,6 +258,22 @@ def test_a_wait_for_a_process_ends_in_time_by_name_and_the_line_moves_on() -> No
         await asyncio.wait((given_up, *slow))
         await soon(lambda: pool.stats.deaths_total == 2)
         assert pool.stats.calls_waiting == 0
+
+    with_pool(main)
+
+
+def test_a_process_that_does_not_come_up_is_not_called_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(self: Process) -> None:  # noqa: ARG001
+        await asyncio.Event().wait()
+
+    async def main(pool: Pool) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(Process, "ready", never)
+            with pytest.raises(NoProcess, match=r"free within 0\.05 s: one was there, and not up yet"):
+                await pool.call(foreign.add, (1, 1), wait=0.05)
+        assert (pool.stats.calls_waiting, pool.stats.calls_total) == (0, 0)
+        assert await pool.call(foreign.add, (1, 1)) == 2
+        assert len(pool.pids) == 1, "it is the next one's when it is up"
 
     with_pool(main)
 
