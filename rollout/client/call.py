@@ -21,6 +21,8 @@ T = TypeVar("T")
 
 
 class Blocking:
+    """The face whose calls return when they have ended."""
+
     @staticmethod
     def _work(work: Callable[[], T], unwanted: Callable[[T], None]) -> Future[T]:  # noqa: ARG004
         """What takes long and waits for nobody, for a procedure to yield: done here and now."""
@@ -30,6 +32,8 @@ class Blocking:
 
 
 class Awaiting:
+    """The face whose calls are coroutines."""
+
     @staticmethod
     def _work(work: Callable[[], T], unwanted: Callable[[T], None]) -> Future[T]:
         """Done on another thread. unwanted: given the result when nobody waits for it any more."""

@@ -20,6 +20,8 @@ from rollout.client.worker import WorkerCalls
 
 
 class Client(GroupMaker, WorkCalls[B], WeightCalls, WorkerCalls):
+    """What both faces share. Options: see `RolloutClient`."""
+
     def __init__(
         self,
         address: str,

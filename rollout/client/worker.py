@@ -61,6 +61,7 @@ class WorkerCalls:
 
     @Call
     def ping(self, *, timeout: float | None = None) -> Steps[Pong]:
+        """Does the worker answer? With its boot id and the version of the weights that serve."""
         return (yield from self._core.ask(checked(Ping, id=self._core.new_id()), Pong, timeout))
 
     @Call
@@ -70,6 +71,7 @@ class WorkerCalls:
 
     @Call
     def resume(self, *, timeout: float | None = None) -> Steps[None]:
+        """Go on after `pause`. Not for kept trajectories: those go on by `submit(resume=...)`."""
         yield from self._core.ask(checked(ResumeRequest, id=self._core.new_id()), Ok, timeout)
 
     @Call
