@@ -45,7 +45,7 @@ def flag(name: str) -> str:
 
 def split(value: Any) -> Any:
     """A list that is written as text has commas, except for that of `name=module:Class,process`."""
-    return [part.strip() for part in re.split(r",(?!\s*process\b)", value)] if isinstance(value, str) else value
+    return [part.strip() for part in re.split(r",(?!\s*process\s*(?:,|$))", value)] if isinstance(value, str) else value
 
 
 def filled(value: Any) -> Any:

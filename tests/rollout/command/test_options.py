@@ -69,10 +69,10 @@ def test_names_with_dashes_lists_sizes_and_words(tmp_path: Path) -> None:
 
 
 def test_a_list_in_a_variable_has_commas(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ROLLOUT_WORKER_ENV", "a=b:C,process, d=e:F, processes=g:H")
+    monkeypatch.setenv("ROLLOUT_WORKER_ENV", "a=b:C,process , d=e:F, process-2=g:H, process=i:J,process")
     monkeypatch.setenv("ROLLOUT_WORKER_TOOLS", "a.b,c")
     config = read_options({"weights": "w"}).config
-    assert config.env == ("a=b:C,process", "d=e:F", "processes=g:H")
+    assert config.env == ("a=b:C,process", "d=e:F", "process-2=g:H", "process=i:J,process")
     assert config.tools == ("a.b", "c")
 
 
