@@ -14,7 +14,8 @@ def resumption(
 ) -> tuple[tuple[Group, ...], tuple[Group, ...], tuple[Record, ...]]:
     """Groups to be resumed by the ids of their trajectories, groups to be submitted again, and the records of those.
 
-    Raises BadRequest for a trajectory that cannot go on.
+    Of a group that is submitted again only what ends in the new batch counts. Raises BadRequest for a trajectory that
+    cannot go on.
     """
     kept: list[Group] = []
     again: dict[str, Group] = {}
@@ -33,6 +34,7 @@ def resumption(
                 "trajectory_ids": (*(known.trajectory_ids if known else ()), record.trajectory_id),
                 "sample_indices": (*((known.sample_indices or ()) if known else ()), record.sample_index),
                 "sampling": record.sampling,
+                "counted": 0,
             }
         )
         records.append(record)
