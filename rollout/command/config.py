@@ -172,7 +172,10 @@ class WorkerConfig(BaseSettings):
         (), "environments", "module whose functions the environment tools offers; may be repeated (docs/chat.md)"
     )
     env_processes: int = option(
-        8, "environments", "processes for environments that do not run in the worker; each serves several", gt=0
+        8,
+        "environments",
+        "processes for environments that do not run in the worker, of which each serves several; and so many for tools",
+        gt=0,
     )
 
     metrics_file: File | None = option(
