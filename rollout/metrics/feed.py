@@ -43,8 +43,7 @@ class Feed(Generic[T]):
         self.dropped = 0
         self._make = make
         self._capacity = capacity
-        self._newest = newest
-        self._items: deque[T] = deque()
+        self._items: deque[T] = deque(maxlen=1 if newest else None)
         self._changed = threading.Condition()
         self._closing = False
         self._warned = False
@@ -55,8 +54,6 @@ class Feed(Generic[T]):
     def put(self, item: T) -> None:
         """Never blocks, never raises."""
         with self._changed:
-            if self._newest:
-                self._items.clear()
             if self._closing or len(self._items) >= self._capacity:
                 self.dropped += 1
                 return
