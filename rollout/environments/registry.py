@@ -116,7 +116,8 @@ class Registry:
 
     @property
     def stats(self) -> dict[str, float]:
-        """Of the processes of environments and tools, by name: see `WorkerStatus.environments`."""
+        """`WorkerStatus.environments`: see `PoolStats`. Processes and deaths are those of environments and tools; calls
+        those of tools alone, which wait for a process to themselves."""
         environments, tools = self._pool.stats, self._tool_pool.stats
         return {
             "processes": environments.processes + tools.processes,
