@@ -153,7 +153,14 @@ def spellings(tokens: Iterable[str]) -> re.Pattern[str]:
 
 def _alternatives(tree: Mapping[str, Any]) -> str:
     """tree: what may come next, by its first character; "" where a token ends."""
-    longer = [re.escape(character) + _alternatives(rest) for character, rest in tree.items() if character]
+    longer = []
+    for start, rest in tree.items():
+        run = start
+        while len(rest) == 1 and "" not in rest:  # by calls, a long token would be too deep
+            ((character, rest),) = rest.items()
+            run += character
+        if run:
+            longer.append(re.escape(run) + _alternatives(rest))
     if not longer:
         return ""
     pattern = longer[0] if len(longer) == 1 else f"(?:{'|'.join(longer)})"

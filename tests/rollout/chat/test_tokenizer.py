@@ -314,6 +314,11 @@ def test_spellings_are_found_longest_first(tokens: set[str], text: str) -> None:
     assert [match.span() for match in spellings(tokens).finditer(text)] == expected
 
 
+def test_a_long_token_is_found_like_a_short_one() -> None:
+    long = "<|" + "x" * 5000 + "|>"
+    assert spellings([long, long[:-1]]).findall(f"x{long}{long[:-1]}{long[:-2]}") == [long, long[:-1]]
+
+
 def test_thousands_of_tokens_cost_no_more_than_a_few() -> None:
     """The time is that of one thread: nobody else had the interpreter. Looked at one by one they took 80 s."""
     found = spellings(f"<unused{i}>" for i in range(6000))
