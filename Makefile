@@ -27,7 +27,7 @@ chat: .venv/installed  ## hold a two-turn chat with SmolLM2 through a real worke
 	$(BIN)/python -m examples.smollm2
 
 test: .venv/installed  ## run the tests (under 12 minutes on 2 cores)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --durations 12
 
 check: .venv/installed  ## format, lint and types
 	$(BIN)/ruff format --check .

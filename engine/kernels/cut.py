@@ -193,7 +193,7 @@ def weigh_kernel(
             pivots = tl.minimum(low + (pivot << shift) + ((1 << shift) - 1), INFINITE).to(tl.float32, bitcast=True)
             top, t, limit = tl.load(tops + row), tl.load(temperature + row), tl.load(limits + row)
             sums = tl.zeros((PIVOTS, STEP), tl.float32)
-            for start in range(0, STRETCH, STEP):
+            for start in range(0, tl.minimum(vocab - piece * STRETCH, STRETCH), STEP):
                 ids = piece * STRETCH + start + tl.arange(0, STEP)
                 live = ids < vocab
                 depth = depths(logits, row, ids, live, vocab, top, t)

@@ -56,23 +56,28 @@ def check(ours: Any, wanted: Any) -> None:
 def test_every_law_in_one_batch_over_several_steps() -> None:
     """Penalties see what the steps before drew."""
     pair = Pair(list(EVERY.values()))
-    for step in range(6):
+    for step in range(3):
         ours, wanted, _, _ = pair.draw(logits_of(len(EVERY), seed=step), list(range(len(EVERY))), POSITION + step)
         check(ours, wanted)
 
 
+@pytest.fixture(scope="module")
+def among() -> Any:
+    """Every law drawn in one batch."""
+    return Pair(list(EVERY.values())).draw(logits_of(len(EVERY)), list(range(len(EVERY))))[0]
+
+
 @pytest.mark.parametrize("name", EVERY)
-def test_a_law_alone_draws_what_it_draws_among_others(name: str) -> None:
+def test_a_law_alone_draws_what_it_draws_among_others(among: Any, name: str) -> None:
     slot = list(EVERY).index(name)
     logits = logits_of(len(EVERY))
-    among, _, _, _ = Pair(list(EVERY.values())).draw(logits, list(range(len(EVERY))))
     alone, wanted, _, _ = Pair(list(EVERY.values())).draw(logits[slot : slot + 1].clone(), [slot])
     check(alone, wanted)
     assert alone[0][0] == among[0][slot]
     assert torch.equal(alone[2][:, 0], among[2][:, slot])
 
 
-@pytest.mark.parametrize("vocab", [100, 2048, 6000])
+@pytest.mark.parametrize("vocab", [100, 2500])
 def test_filters_over_pieces_of_the_vocabulary(vocab: int) -> None:
     laws = [
         SamplingParams(temperature=0.6, top_p=0.95, top_k=20, seed=1),
@@ -83,33 +88,8 @@ def test_filters_over_pieces_of_the_vocabulary(vocab: int) -> None:
         SamplingParams(temperature=0.9, min_p=0.05, seed=6),
     ]
     pair = Pair(laws, vocab)
-    for position in range(4):
-        ours, wanted, _, _ = pair.draw(logits_of(6, vocab, seed=position), list(range(6)), POSITION + position)
-        check(ours, wanted)
-
-
-def test_draws_are_spread_as_the_law_says() -> None:
-    """Chi-square of 4,000 draws of one law, 64 rows a step: 19 degrees of freedom, less than one in 10,000 above 52."""
-    rows, draws = 64, 4000
-    params = SamplingParams(temperature=0.8, top_k=20, seed=9)
-    pair = Pair([SamplingParams(temperature=0.8, top_k=20, seed=9, sample_index=i) for i in range(rows)])
-    logits = logits_of(1)
-    kept = torch.where(logits[0] >= logits[0].topk(params.top_k).values[-1], logits[0] / 0.8, float("-inf"))
-    p = kept.double().softmax(-1).numpy()
-    counts = np.zeros(VOCAB)
-    slots = np.arange(rows, dtype=np.int32)
-    for step in range(draws // rows):
-        law = pair.ours.law(slots, np.full(rows, step, np.int32))
-        pair.input.pack_decode(0, plan(*(Row(int(slot), 3, [1]) for slot in slots)), law, rows)
-        ids = pair.ours.draw(
-            logits.expand(rows, VOCAB).contiguous().to(DEVICE), slots, law, pair.input.fixed, pair.last
-        )
-        counts += np.bincount(ids[0].cpu().numpy(), minlength=VOCAB)
-    assert counts[p == 0].sum() == 0
-    expected = p * counts.sum()
-    live = p > 0
-    assert live.sum() == 20
-    assert ((counts[live] - expected[live]) ** 2 / expected[live]).sum() < 52
+    ours, wanted, _, _ = pair.draw(logits_of(6, vocab, seed=1), list(range(6)))
+    check(ours, wanted)
 
 
 def test_alternatives_beside_drawn_ids() -> None:

@@ -11,7 +11,7 @@ import torch
 from engine.kernels.cut import ALL, DEEPEST, PIECE, Cuts, find_cuts
 from engine.sampling import law
 
-VOCAB = 3 * PIECE - 77
+VOCAB = PIECE + 300
 TEMPERATURES = (1.0, 0.3, 2.0, 1.0, 0.7, 1e-6)
 
 
@@ -70,7 +70,7 @@ def test_top_p_keeps_what_sorting_keeps(device: torch.device, spread: float) -> 
 
 
 def test_top_p_takes_its_share_of_what_top_k_left(device: torch.device) -> None:
-    logits, t = logits_of(3), [1.0, 0.8, 1.0]
+    logits, t = logits_of(3, 1.0), [1.0, 0.8, 1.0]
     kept = stays(cuts_of(device, logits, t, [50, 0, 50], [0.8, 0.8, 1.0]), logits, t)
     one = law.keep_top_k(scaled(logits[:1], t[:1]), torch.tensor([50]), 50)
     assert torch.equal(kept[0], law.keep_top_p(one, torch.tensor([0.8], dtype=torch.float64))[0].isfinite())

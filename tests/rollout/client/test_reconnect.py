@@ -112,7 +112,7 @@ def test_results_that_come_again_are_dropped(start: Start, connect: Connect) -> 
     worker.wait_for(lambda: worker.acknowledged() == {found[0].trajectory_id})
     worker.send(copies[0])  # as if that acknowledgement had been lost: it is repeated
     worker.wait_for(
-        lambda: sum(copies[0].record.trajectory_id in r.trajectory_ids for r in worker.requests if r.type == "ack") == 2
+        lambda: sum(copies[0].record.trajectory_id in r.trajectory_ids for r in worker.requests if r.type == "ack") >= 2
     )
     worker.send(copies[1])
     client.ping()
