@@ -46,8 +46,9 @@ async def arun(steps: Steps[T], timeout: float | None = None) -> T:
     """Run a procedure to its end, awaiting. Raises Timeout when it takes longer than `timeout` seconds."""
     import asyncio  # a tenth of a second that only those pay who have a loop anyway
 
+    limit = asyncio.timeout(timeout)
     try:
-        async with asyncio.timeout(timeout):
+        async with limit:
             future = next(steps)
             while True:
                 try:
@@ -59,8 +60,8 @@ async def arun(steps: Steps[T], timeout: float | None = None) -> T:
     except StopIteration as stop:
         result: T = stop.value
         return result
-    except TimeoutError as error:
-        if isinstance(error, Timeout):
+    except TimeoutError:
+        if not limit.expired():  # then it is what the procedure raised: a reply's Timeout, a disk's OSError
             raise
         raise Timeout(f"not finished after {timeout:g} s") from None
 

@@ -68,6 +68,21 @@ def test_a_timeout_from_within_keeps_its_words(drive: Callable[..., Any]) -> Non
         drive(steps(), 5.0)
 
 
+@pytest.mark.parametrize("drive", DRIVERS)
+@pytest.mark.parametrize("timeout", [None, 5.0])
+def test_a_disk_that_timed_out_is_no_wait_that_did(drive: Callable[..., Any], timeout: float | None) -> None:
+    """Writing what is pushed can raise it: it is an OSError."""
+
+    def steps() -> Steps[int]:
+        future: Future[int] = Future()
+        fail(future, TimeoutError(110, "Connection timed out"))
+        value: int = yield future
+        return value
+
+    with pytest.raises(OSError, match="Connection timed out"):
+        drive(steps(), timeout)
+
+
 def test_a_mailbox_ends_after_the_last_trajectory() -> None:
     mailbox: Mailbox[str] = Mailbox(2)
     mailbox.put("turn", ends_trajectory=False)
