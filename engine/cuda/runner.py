@@ -48,12 +48,12 @@ class Path:
 class Launched:
     """A step on its way: its results are whole in pinned memory once `done` has passed.
 
-    plain: int32[5, S] of the sampler, whatever the laws; None where a row wants alternatives. With it `output` has only
-    scores.
+    packed: int32[5, S] of the sampler, whatever the laws; None where a row wants alternatives. With it `output` has
+        only scores.
     """
 
     done: torch.cuda.Event
-    plain: Tensor | None
+    packed: Tensor | None
     output: StepOutput
     path: Path
 
@@ -85,7 +85,7 @@ class CudaRunner:
         )
         self._prefill = PagedPrefill(config, kv.keys[0].dtype, memory, RING)
         self._results = [ResultBuffer(rows, limits.max_tokens, memory) for _ in range(RING)]
-        self._plain_results = [
+        self._packed_results = [
             memory.allocate(5 * 4 * rows, "step results", host=True, pinned=True).view(torch.int32) for _ in range(RING)
         ]
         self._ring = Ring()
@@ -118,8 +118,8 @@ class CudaRunner:
         step.done.synchronize()
         bucket, split = step.path.bucket, step.path.split
         output = replace(owned(step.output), graph=bucket is not None, split=split)
-        if step.plain is not None:
-            bits = step.plain.numpy().copy()
+        if step.packed is not None:
+            bits = step.packed.numpy().copy()
             output = replace(
                 output, token_ids=bits[0], flags=bits[1].astype(np.uint8), logprobs=bits[2:].view(np.float32)
             )
@@ -171,16 +171,16 @@ class CudaRunner:
         path: Path,
     ) -> Launched:
         rows = len(slots)
-        plain = sampled = None
+        packed = sampled = None
         if rows:
             top = self._sampler.alternatives(logits, slots) if law.alternatives else None
             results = self._sampler.draw(logits, slots, law, self._input.fixed, self._last_token)
             if top is None:
-                plain = self._plain_results[ring][: 5 * rows].view(5, rows)
-                plain.copy_(results, non_blocking=True)
+                packed = self._packed_results[ring][: 5 * rows].view(5, rows)
+                packed.copy_(results, non_blocking=True)
             else:
                 sampled = Sampled(results[0], results[2:].view(torch.float32), results[1], *top)
         output = self._results[ring].fill(StepResult(sampled, scores))
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
-        return Launched(done, plain, output, path)
+        return Launched(done, packed, output, path)

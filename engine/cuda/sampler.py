@@ -74,16 +74,17 @@ class CudaSampler(Sampler):
         fixed: the arrays of `law` on the device (`CudaInput.fixed`). Returns int32[5, S], as `kernels.sample.sample`.
         """
         rows, count = self._slots[slots], len(slots)
-        plain = logits, fixed["temperature"][:count], fixed["greedy"], fixed["keys"], fixed["sample_slots"], last_token
+        temperature, slots_there = fixed["temperature"][:count], fixed["sample_slots"]
+        arguments = logits, temperature, fixed["greedy"], fixed["keys"], slots_there, last_token
         if not law.special:
-            return sample(*plain)
+            return sample(*arguments)
         penalised = np.flatnonzero(rows["penalised"])
         counts = self._penalties.counts(slots[penalised]) if len(penalised) else None
         edited = self._edited(logits, slots, rows, counts)
         cuts = find_cuts(
-            edited, plain[1], fixed["top_k"][:count], fixed["top_p"][:count], any_k=law.any_k, any_p=law.any_p
+            edited, temperature, fixed["top_k"][:count], fixed["top_p"][:count], any_k=law.any_k, any_p=law.any_p
         )
-        drawn = sample(*plain, Special(edited, cuts, fixed["min_p"]))
+        drawn = sample(*arguments, Special(edited, cuts, fixed["min_p"]))
         if len(penalised):
             self._penalties.add(slots[penalised], drawn[0].index_select(0, self._upload(penalised)).to(torch.int64))
         return drawn

@@ -5,7 +5,7 @@ like the integer of its bits. The depth of the last id that stays is settled fou
 every program adds up what of its piece of the vocabulary is no deeper than each of 16 pivots (ids for top-k, their
 weights for top-p), and the next pass begins with the sums over all pieces. There are no atomics: all sums are taken in
 one order, so a row's cut depends on nothing but the row. A count that is met exactly ends the search, and
-a stretch without ids between two pivots is not read again.
+a piece without ids between two pivots is not read again.
 """
 
 from __future__ import annotations
@@ -18,17 +18,15 @@ import triton.language as tl
 from torch import Tensor
 
 PIECE = 2048
-"""Ids a program of those that look at each id once."""
-STRETCH = 2048
-"""Ids a program of a pass, which is one warp: every thread then holds its ids for all pivots."""
+"""Ids a program. In a pass it is one warp: every thread then holds its ids for all pivots."""
 STEP = tl.constexpr(128)
 PIVOTS = tl.constexpr(16)
 FIRST = tl.constexpr(27)
 INFINITE = tl.constexpr(0x7F800000)
 SHIFTS = (27, 23, 19, 15, 11, 7, 3, 0)
 """Bits below those that a pass settles: 31 in all, for the sign is 0."""
-DEEPEST = 0x7FFFFFFF
 ALL = 2**31 - 1
+"""A depth that no id is below, and more ties than there are ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +34,13 @@ class Cuts:
     """What stays of each row: depths below `depth`, and of those at it the `ties` ids that come first.
 
     tops: float32[S], the largest logit, 0 where it is not finite. depth: int32[S], the bits of a float32.
-    ties: int32[S]. at: int32[S, pieces], ids at `depth` in each `PIECE` of the vocabulary.
+    ties: int32[S]. tied: int32[S, pieces], ids at `depth` in each `PIECE` of the vocabulary.
     """
 
     tops: Tensor
     depth: Tensor
     ties: Tensor
-    at: Tensor
+    tied: Tensor
 
 
 def find_cuts(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, *, any_k: bool, any_p: bool) -> Cuts:
@@ -55,9 +53,9 @@ def find_cuts(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor,
     pieces = triton.cdiv(vocab, PIECE)
     tops = logits.amax(-1)
     tops = torch.where(tops.isfinite(), tops, 0.0)
-    depth = torch.full((rows,), DEEPEST, dtype=torch.int32, device=logits.device)
+    depth = torch.full((rows,), ALL, dtype=torch.int32, device=logits.device)
     ties = torch.full((rows,), ALL, dtype=torch.int32, device=logits.device)
-    at = torch.zeros(rows, pieces, dtype=torch.int32, device=logits.device)
+    tied = torch.zeros(rows, pieces, dtype=torch.int32, device=logits.device)
     totals = torch.ones(rows, dtype=torch.float64, device=logits.device)
     row = (logits, tops, temperature)
     if any_k:
@@ -67,9 +65,9 @@ def find_cuts(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor,
         depth, totals = _search(*row, share, depth, totals, weights=True)
         below = torch.empty(rows, pieces, dtype=torch.float32, device=logits.device)
         grid, width = (pieces, rows), triton.next_power_of_2(pieces)
-        ties_kernel[grid](*row, share, depth, at, below, vocab, pieces, PIECE=PIECE, num_warps=4)
+        ties_kernel[grid](*row, share, depth, tied, below, vocab, pieces, PIECE=PIECE, num_warps=4)
         ties_wanted_kernel[(rows,)](share, totals, depth, below, ties, pieces, WIDTH=width, num_warps=1)
-    return Cuts(tops, depth, ties, at)
+    return Cuts(tops, depth, ties, tied)
 
 
 def _search(
@@ -79,7 +77,7 @@ def _search(
     more, or down to which there is that share of the weight of what is no deeper than `limit`; `limit` where `wanted`
     is 0. And float64[S], that weight: `totals` where ids are counted."""
     rows, vocab = logits.shape
-    pieces = triton.cdiv(vocab, STRETCH)
+    pieces = triton.cdiv(vocab, PIECE)
     width = triton.next_power_of_2(pieces)
     parts = torch.empty(2, rows, pieces, PIVOTS.value, dtype=torch.float32, device=logits.device)
     lows = torch.zeros(2, rows, dtype=torch.int32, device=logits.device)
@@ -107,7 +105,7 @@ def _search(
             SHIFTS[turn - 1] if turn else -1,
             WEIGHTS=weights,
             WIDTH=width,
-            STRETCH=STRETCH,
+            PIECE=PIECE,
             num_warps=1,
         )
     last = (len(SHIFTS) - 1) % 2
@@ -161,7 +159,7 @@ def weigh_kernel(
     settled,
     WEIGHTS: tl.constexpr,
     WIDTH: tl.constexpr,
-    STRETCH: tl.constexpr,
+    PIECE: tl.constexpr,
 ):
     piece, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     want, found = tl.load(wanted + row), tl.load(met + row)
@@ -177,6 +175,7 @@ def weigh_kernel(
             low += short << settled
             if WEIGHTS:
                 found = -1
+            # The other programs of this launch come to the same, whether they read these before or after.
             if piece == 0:
                 tl.store(lows_out + row, low)
                 tl.store(met + row, found)
@@ -193,8 +192,8 @@ def weigh_kernel(
             pivots = tl.minimum(low + (pivot << shift) + ((1 << shift) - 1), INFINITE).to(tl.float32, bitcast=True)
             top, t, limit = tl.load(tops + row), tl.load(temperature + row), tl.load(limits + row)
             sums = tl.zeros((PIVOTS, STEP), tl.float32)
-            for start in range(0, tl.minimum(vocab - piece * STRETCH, STRETCH), STEP):
-                ids = piece * STRETCH + start + tl.arange(0, STEP)
+            for start in range(0, tl.minimum(vocab - piece * PIECE, PIECE), STEP):
+                ids = piece * PIECE + start + tl.arange(0, STEP)
                 live = ids < vocab
                 depth = depths(logits, row, ids, live, vocab, top, t)
                 within = live & (depth.to(tl.int32, bitcast=True) <= limit)
@@ -220,7 +219,7 @@ def settle_kernel(
 
 
 @triton.jit
-def ties_kernel(logits, tops, temperature, share, cut, at, below, vocab, pieces, PIECE: tl.constexpr):
+def ties_kernel(logits, tops, temperature, share, cut, tied, below, vocab, pieces, PIECE: tl.constexpr):
     """Of each piece: the ids at the cut, and the weight of those above it."""
     piece, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if tl.load(share + row) > 0:
@@ -228,7 +227,7 @@ def ties_kernel(logits, tops, temperature, share, cut, at, below, vocab, pieces,
         live = ids < vocab
         depth = depths(logits, row, ids, live, vocab, tl.load(tops + row), tl.load(temperature + row))
         bits, end = depth.to(tl.int32, bitcast=True), tl.load(cut + row)
-        tl.store(at + row * pieces + piece, tl.sum((live & (bits == end)).to(tl.int32)))
+        tl.store(tied + row * pieces + piece, tl.sum((live & (bits == end)).to(tl.int32)))
         tl.store(below + row * pieces + piece, tl.sum(tl.where(live & (bits < end), tl.exp(-depth), 0.0)))
 
 

@@ -52,7 +52,7 @@ def sample(
     drawn = [logits, *[temperature] * 5]  # not read by a plain launch
     if special is not None:
         cuts = special.cuts
-        drawn = [special.logits, cuts.tops, cuts.depth, cuts.ties, cuts.at, special.min_p]
+        drawn = [special.logits, cuts.tops, cuts.depth, cuts.ties, cuts.tied, special.min_p]
     sample_pieces_kernel[(pieces, rows)](
         logits,
         temperature,
@@ -97,7 +97,7 @@ def sample_pieces_kernel(
     tops,
     cut,
     ties,
-    at,
+    tied,
     min_p,
     parts,
     vocab,
@@ -131,9 +131,9 @@ def sample_pieces_kernel(
         edited_fault = tl.max(tl.where(live & ~(z < float("inf")), 1.0, 0.0))
         depth = depths(edited, row, ids, live, vocab, tl.load(tops + row), t)
         bits, end = depth.to(tl.int32, bitcast=True), tl.load(cut + row)
-        tied = (live & (bits == end)).to(tl.int32)
+        here = (live & (bits == end)).to(tl.int32)
         earlier = tl.arange(0, WIDTH)
-        rank = tl.cumsum(tied) + tl.sum(tl.load(at + row * pieces + earlier, mask=earlier < piece, other=0))
+        rank = tl.cumsum(here) + tl.sum(tl.load(tied + row * pieces + earlier, mask=earlier < piece, other=0))
         kept = (bits < end) | ((bits == end) & (rank <= tl.load(ties + row)))
         kept &= (tl.exp(-depth) >= tl.load(min_p + row)) & live & (z < float("inf"))
         z = tl.where(kept, z, float("-inf"))

@@ -75,7 +75,7 @@ def test_ten_thousand_steps_with_and_without_overlap(table: Path) -> None:
     off, aborted_off, _ = run(table, overlap=False)
     assert preempted > 0
     both = on.keys() & off.keys()
-    assert len(both - aborted_on - aborted_off) > 500
+    assert len(both - aborted_on - aborted_off) > 500  # 722 were seen: the pool is short, so that few end in time
     for name in both:
         count = min(len(on[name].token_ids), len(off[name].token_ids))
         assert np.array_equal(on[name].token_ids[:count], off[name].token_ids[:count]), name

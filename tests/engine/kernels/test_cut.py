@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kernels.cut import ALL, DEEPEST, PIECE, Cuts, find_cuts
+from engine.kernels.cut import ALL, PIECE, Cuts, find_cuts
 from engine.sampling import law
 
 VOCAB = PIECE + 300
@@ -24,7 +24,7 @@ def cuts_of(device: torch.device, logits: torch.Tensor, t: Any, top_k: Any, top_
     temperature = torch.tensor(t, dtype=torch.float32)
     arrays = (each.to(device) for each in (logits, temperature, torch.from_numpy(k), torch.from_numpy(p)))
     cuts = find_cuts(*arrays, any_k=bool((k > 0).any()), any_p=bool((p < 1).any()))
-    return Cuts(*(getattr(cuts, name).cpu() for name in ("tops", "depth", "ties", "at")))
+    return Cuts(*(getattr(cuts, name).cpu() for name in ("tops", "depth", "ties", "tied")))
 
 
 def stays(cuts: Cuts, logits: torch.Tensor, t: Any) -> torch.Tensor:
@@ -47,7 +47,7 @@ def test_top_k_keeps_what_sorting_keeps(device: torch.device) -> None:
         if k:
             one = scaled(logits[row : row + 1], TEMPERATURES[row : row + 1])
             assert torch.equal(kept[row], law.keep_top_k(one, torch.tensor([k]), k)[0].isfinite()), row
-    assert (int(cuts.depth[3]), int(cuts.ties[3])) == (DEEPEST, ALL)
+    assert (int(cuts.depth[3]), int(cuts.ties[3])) == (ALL, ALL)
     assert kept[3].all()
 
 
