@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from protocols.errors import BadRequest
-from protocols.fields import Environment, Group, ModelInfo, Partial, Record, Segment, Turn
+from protocols.fields import SOURCE_SAMPLED, Environment, Group, ModelInfo, Partial, Record, Segment, Turn
 from protocols.requests import SubmitBatch
 from rollout.batches.record_size import may_branch
 from rollout.environments.checks import outside_of
@@ -79,6 +79,10 @@ def _check(
 def _check_segment(segment: Segment, field: str, group: Group, model: ModelInfo) -> None:
     if (*segment.more_logprobs,) != group.sampling.logprobs[1:]:
         raise BadRequest(f"are not those of its trajectory in group {group.id!r}", field=f"{field}.more_logprobs")
+    alternatives = 0 if segment.top_ids is None else segment.top_ids.shape[1]
+    if alternatives != group.sampling.top_logprobs and (alternatives or (segment.source == SOURCE_SAMPLED).any()):
+        why = f"has {alternatives} of each sampled token, and group {group.id!r} asks for {group.sampling.top_logprobs}"
+        raise BadRequest(why, field=f"{field}.top_ids")
     if (at := outside_of(segment.token_ids, model.vocab_size)) is not None:
         raise BadRequest(f"id {segment.token_ids[at]} lies outside of the vocabulary", field=f"{field}.token_ids")
     if len(segment.token_ids) > model.max_context:

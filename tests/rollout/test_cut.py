@@ -18,7 +18,7 @@ from engine.handle import Abort, Command, Ping, Report
 from engine.request import Request
 from protocols.codec import encode
 from protocols.errors import BadRequest, Duplicate, UnknownTrajectory
-from protocols.fields import Group, Limits, Partial, Record, Sampling
+from protocols.fields import SOURCE_SAMPLED, Group, Limits, Partial, Record, Sampling
 from protocols.replies import BatchDone
 from protocols.requests import SubmitBatch
 from rollout.batches.submitted import INDEX_STRIDE
@@ -616,6 +616,31 @@ def test_a_turn_goes_on_only_where_it_has_tokens_left() -> None:
         raw.socket.send_multipart(encode(SubmitBatch(id="x", batch_id="raw", groups=(home,), partials=(record,))))
         error = raw.reply("x")["error"]
         assert (error["code"], error["field"]) == ("bad_request", "partials[0].partial.max_tokens")
+
+
+@pytest.mark.parametrize("asked", [0, 2])
+@pytest.mark.parametrize("there", [0, 2, 3])
+def test_alternatives_go_on_as_many_as_they_were(asked: int, there: int) -> None:
+    with pair(Named(0.01)) as (_, client), RawClient(client._core.address) as raw:
+        groups = [group(client, "slow1", name="g", tokens=20), group(client, "slow2", name="h")]
+        law = groups[1].sampling.model_copy(update={"top_logprobs": asked})
+        groups[1] = groups[1].model_copy(update={"sampling": law})
+        batch = client.submit(groups, groups_needed=1, surplus="return")
+        t = next(t for t in batch if t.trajectory_id == "slow2")
+        assert t.group is not None
+        (segment,) = t.record.segments
+        rows = int((segment.source == SOURCE_SAMPLED).sum())
+        top = {"top_ids": np.zeros((rows, there), np.int32), "top_logprobs": np.zeros((rows, there), np.float32)}
+        changed = segment.model_copy(update=top if there else dict.fromkeys(top))
+        record = t.record.model_copy(update={"segments": (changed,)})
+        home = t.group.model_copy(update={"sampling": t.sampling})
+        raw.hello()
+        raw.socket.send_multipart(encode(SubmitBatch(id="x", batch_id="raw", groups=(home,), partials=(record,))))
+        if there == asked:
+            assert raw.reply("x")["trajectories"] == 1
+            assert raw.record()["finish_reason"] == "length"
+        else:
+            assert raw.reply("x")["error"]["field"] == "partials[0].segments[0].top_ids"
 
 
 # Tried again.
