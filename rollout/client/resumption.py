@@ -24,6 +24,8 @@ def resumption(
         if isinstance(item, Group):
             kept.append(item)
             continue
+        if not isinstance(item, Trajectory):
+            raise BadRequest(f"must be a Group or a Trajectory, not {type(item).__name__}", field=f"resume[{i}]")
         record, group = item.record, item.group
         if record.partial is None or group is None:
             why = f"{item.trajectory_id} cannot go on: it is {item.status} ({item.finish_reason}), or its environment"

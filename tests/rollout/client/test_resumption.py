@@ -44,6 +44,14 @@ def returned(of: Group, name: str, index: int, partial: Partial | None = Partial
     return Trajectory(record, lambda _: None, of)
 
 
+def test_what_is_neither_is_refused_by_its_place() -> None:
+    """A record alone has lost its group."""
+    whole = group("g.0")
+    with pytest.raises(BadRequest, match="not Record") as refused:
+        resumption([whole, returned(whole, "g.0", 0).record])  # type: ignore[list-item]
+    assert refused.value.field == "resume[1]"
+
+
 def test_kept_groups_stay_and_returned_trajectories_are_gathered_into_theirs() -> None:
     whole = group("g.0", "g.1", "g.2", counted=1)
     kept = group("k.0", name="k", counted=2)
