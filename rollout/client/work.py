@@ -125,12 +125,19 @@ class WorkCalls(Generic[B]):
         batch_ids: Sequence[str] = (),
         timeout: float | None = None,
     ) -> Steps[dict[str, int]]:
-        """End trajectories with what they have; their records still come, as `abort_client`. Returns counts."""
+        """End trajectories with what they have; their records still come, as `abort_client`. Returns counts.
+
+        One id may stand without a list."""
         message = checked(
             Cancel,
             id=self._core.new_id(),
-            trajectory_ids=tuple(trajectory_ids),
-            group_ids=tuple(group_ids),
-            batch_ids=tuple(batch_ids),
+            trajectory_ids=_names(trajectory_ids),
+            group_ids=_names(group_ids),
+            batch_ids=_names(batch_ids),
         )
         return (yield from self._core.ask(message, Ok, timeout)).detail
+
+
+def _names(ids: Sequence[str]) -> tuple[str, ...]:
+    """A text is a sequence too: its letters would be ids that nobody knows, and nothing would be cancelled."""
+    return (ids,) if isinstance(ids, str) else tuple(ids)

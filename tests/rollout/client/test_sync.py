@@ -233,6 +233,15 @@ def test_cancel_returns_counts_and_the_records_still_come(start: Start, connect:
     assert [t.finish_reason for t in batch.results()] == ["abort_client"] * 2
 
 
+def test_cancel_takes_one_id_for_one_and_not_for_its_letters(start: Start, connect: Connect) -> None:
+    client = connect(start(hold=True))
+    batch = client.submit(client.group([1], n=3), batch_id="b1")
+    one, two, _ = batch.submitted[0].trajectory_ids
+    assert client.cancel(trajectory_ids=one) == {"cancelled": 1}
+    assert client.cancel(trajectory_ids=[two]) == {"cancelled": 1}
+    assert client.cancel(batch_ids="b1") == {"cancelled": 1}
+
+
 def test_a_relative_path_of_weights_starts_at_the_trainer(
     start: Start, connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
