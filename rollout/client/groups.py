@@ -156,7 +156,7 @@ class GroupMaker:
         `{id}.{i}` unless `trajectory_ids` names all.
         script: what follows each sampled turn, token ids or `turn(observation, glue=..., max_tokens=...)`; it
         implies the environment "scripted". environment: a name the worker knows, with its `config`, or an
-        `Environment`. law: temperature, seed, stop and so on, as in `Law`. The budget and the rest:
+        `Environment`. law: temperature, seed, stop and so on (docs/client.md has all). The budget and the rest:
         `protocols.fields.Budget`, `Group`.
 
         Raises BadRequest naming the field. What only the worker knows (vocabulary, limits) is checked by `submit`.

@@ -1,4 +1,4 @@
-"""docs/client.md: its examples run, and its table of errors names every error."""
+"""docs/client.md: its examples run, and it names every error and every option of sampling."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from zmq.auth import create_certificates
 
 from protocols.errors import ERRORS, NumericalError
+from rollout.client.groups import Law
 from rollout.local import local_worker
 from tests.rollout.workers import worker
 
@@ -92,3 +93,8 @@ def test_every_error_is_in_the_table() -> None:
     for error in ERRORS.values():
         if error is not NumericalError:  # only in records
             assert f"`{error.__name__}`" in TEXT, error
+
+
+def test_every_option_of_sampling_is_named() -> None:
+    sentence = TEXT[TEXT.index("How tokens are sampled") : TEXT.index("An entry of `script`")]
+    assert set(re.findall(r"`([a-z_]+)`", sentence)) == Law.__annotations__.keys() | {"group"}
