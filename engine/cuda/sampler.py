@@ -78,15 +78,12 @@ class CudaSampler(Sampler):
         arguments = logits, temperature, fixed["greedy"], fixed["keys"], slots_there, last_token
         if not law.special:
             return sample(*arguments)
-        penalised = np.flatnonzero(rows["penalised"])
-        counts = self._penalties.counts(slots[penalised]) if len(penalised) else None
-        edited = self._edited(logits, slots, rows, counts)
+        edited = self._edited(logits, slots, rows, self._counts(slots, rows))
         cuts = find_cuts(
             edited, temperature, fixed["top_k"][:count], fixed["top_p"][:count], any_k=law.any_k, any_p=law.any_p
         )
         drawn = sample(*arguments, Special(edited, cuts, fixed["min_p"]))
-        if len(penalised):
-            self._penalties.add(slots[penalised], drawn[0].index_select(0, self._upload(penalised)).to(torch.int64))
+        self._count(slots, rows, drawn[0].to(torch.int64))
         return drawn
 
     @torch.inference_mode()
@@ -96,9 +93,7 @@ class CudaSampler(Sampler):
         rows = self._slots[slots]
         asked = np.flatnonzero(rows["top"] > 0)
         some, index = slots[asked], self._upload(asked)
-        penalised = some[rows["penalised"][asked]]
-        counts = self._penalties.counts(penalised) if len(penalised) else None
-        laws = self._distributions(logits.index_select(0, index), some, rows[asked], counts)
+        laws = self._distributions(logits.index_select(0, index), some, rows[asked], self._counts(some, rows[asked]))
         ids, logprobs = self._alternatives(laws, rows[asked])
         shape = len(slots), ids.shape[1]
         all_ids = torch.zeros(shape, dtype=torch.int64, device=logits.device)

@@ -118,7 +118,7 @@ def _search(
 
 @triton.jit
 def depths(logits, row, ids, live, vocab, top, t):
-    """Bits of (top - z) / T, rounded as `law.scale` rounds; beyond the vocabulary the deepest."""
+    """(top - z) / T, rounded as `law.scale` rounds; beyond the vocabulary the deepest."""
     z = tl.load(logits + row * vocab + ids, mask=live, other=float("-inf"))
     return tl.div_rn(top - z, tl.full(z.shape, 0.0, tl.float32) + t)
 

@@ -97,9 +97,7 @@ class Sampler:
         positions: int32[S], absolute position of the token that is sampled (context + queries of the row).
         """
         rows = self._slots[slots]
-        penalised = slots[rows["penalised"]]
-        counts = self._penalties.counts(penalised) if len(penalised) else None
-        laws = self._distributions(logits, slots, rows, counts)
+        laws = self._distributions(logits, slots, rows, self._counts(slots, rows))
 
         scores = laws.chosen
         drawn = np.flatnonzero(~rows["greedy"])
@@ -107,8 +105,7 @@ class Sampler:
             keys = np.concatenate((rows["key"][drawn], positions[drawn, None]), axis=1, dtype=np.int64)
             scores = self._add(scores, drawn, noise.gumbel(self._upload(keys), self._vocab_size))
         token_ids = torch.where(laws.flags == 0, scores.argmax(-1), 0)
-        if len(penalised):
-            self._penalties.add(penalised, token_ids.index_select(0, self._upload(np.flatnonzero(rows["penalised"]))))
+        self._count(slots, rows, token_ids)
         top_ids, top_logprobs = self._alternatives(laws, rows) if rows["top"].any() else (None, None)
         return Sampled(token_ids, self._logprobs(laws, rows, token_ids), laws.flags, top_ids, top_logprobs)
 
@@ -134,6 +131,17 @@ class Sampler:
             scored = self._logprobs(laws, rows, ids.clamp(min=0))
             out[:, first : first + step] = torch.where(ids < 0, float("nan"), scored)
         return out
+
+    def _counts(self, slots: IntArray, rows: npt.NDArray[Any]) -> Tensor | None:
+        """int32[P, 2, V] of the penalised rows, before the tokens of this step; None if there is none."""
+        penalised = slots[rows["penalised"]]
+        return self._penalties.counts(penalised) if len(penalised) else None
+
+    def _count(self, slots: IntArray, rows: npt.NDArray[Any], token_ids: Tensor) -> None:
+        """Count what was sampled, int64[N], where a row has penalties."""
+        penalised = np.flatnonzero(rows["penalised"])
+        if len(penalised):
+            self._penalties.add(slots[penalised], token_ids.index_select(0, self._upload(penalised)))
 
     def _distributions(
         self, logits: Tensor, slots: IntArray, rows: npt.NDArray[Any], counts: Tensor | None
