@@ -8,5 +8,6 @@ follow       what stands between two turns, and the proof of it
 format       both together: a checkpoint's chat format
 conversation one trajectory's
 tokenizer    text and bytes of ids
+aside        beside the event loop
 errors       the one error
 """

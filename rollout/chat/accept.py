@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 
 from protocols.errors import BadRequest
 from protocols.fields import Environment, Group
 from protocols.requests import SubmitBatch
+from rollout.chat.aside import RENDER_S
 from rollout.chat.errors import ChatError
 from rollout.chat.format import ChatFormat
 from rollout.chat.messages import checked_prompt, checked_tools, from_json
-from rollout.environments.calls import Call, Raised
 
-RENDER_S = 120.0
-"""For the prompts of one submit. The largest header, 8 MiB of text, takes some 20 s to encode."""
 Resolve = Callable[[Environment], object]
 """What makes a group's environments; see Registry."""
 
@@ -24,33 +21,24 @@ def has_messages(submit: SubmitBatch) -> bool:
     return any(group.messages is not None for group in submit.groups)
 
 
-async def prompts_in_time(
-    submit: SubmitBatch, chat: ChatFormat | None, resolve: Resolve, within: float = RENDER_S
-) -> SubmitBatch:
-    """`with_prompts` on a thread of its own, ended after `within` seconds.
-
-    Raises BadRequest like that, and where it does not come to an end: a template is a program.
-    """
-    call = Call(with_prompts, submit, chat, resolve)
-    try:
-        await asyncio.wait({call.task}, timeout=within)
-    finally:
-        if not call.task.done():
-            call.interrupt()
-    if not call.task.done():
+async def prompts_in_time(submit: SubmitBatch, chat: ChatFormat | None, resolve: Resolve) -> SubmitBatch:
+    """`with_prompts` beside the event loop. Raises BadRequest like that, and where it takes longer than RENDER_S."""
+    if chat is None:
+        at = next(i for i, group in enumerate(submit.groups) if group.messages is not None)
         raise BadRequest(
-            f"to make prompts of these messages took longer than {within:g} s: they are too long for one submit, or "
+            "the checkpoint has no chat template (or no tokenizer.json): send a prompt", field=f"groups[{at}].messages"
+        )
+    try:
+        return await chat.aside.run(with_prompts, submit, chat, resolve)
+    except TimeoutError:
+        raise BadRequest(
+            f"to make prompts of these messages took longer than {RENDER_S:g} s: they are too long for one submit, or "
             "the chat template does not come to an end",
             field="groups",
-        )
-    outcome = call.task.result()
-    if isinstance(outcome, Raised):
-        raise outcome.error
-    rendered: SubmitBatch = outcome.value
-    return rendered
+        ) from None
 
 
-def with_prompts(submit: SubmitBatch, chat: ChatFormat | None, resolve: Resolve) -> SubmitBatch:
+def with_prompts(submit: SubmitBatch, chat: ChatFormat, resolve: Resolve) -> SubmitBatch:
     """The same with the prompt of every group that has messages, and its messages and tools in the templates' form.
 
     Safe to run on a thread. Raises BadRequest, naming the group's field: what the template does not take, and, where
@@ -82,19 +70,20 @@ def declared(environment: Environment, factory: object, name: str) -> Any:
     return found(environment.config) if callable(found) else found
 
 
-def _with_prompt(group: Group, chat: ChatFormat | None, resolve: Resolve) -> Group:
-    if chat is None:
-        raise BadRequest("the checkpoint has no chat template (or no tokenizer.json): send a prompt", field="messages")
+def _with_prompt(group: Group, chat: ChatFormat, resolve: Resolve) -> Group:
     factory = resolve(group.environment)
     messages = checked_prompt(group.messages or ())
     tools = checked_tools(group.tools or declared(group.environment, factory, "tool_schemas"))
     form = chat.form(tools, group.template.options)
     prompt = form.prompt(messages)
+    roles = declared(group.environment, factory, "chat_roles")
+    if roles:
+        form.opens_reasoning()  # here, where it may take its time: an environment asks on the event loop
     if group.template.on_unstable == "refuse":
-        for role in declared(group.environment, factory, "chat_roles"):
-            for roles in ((role,), (role, role)) if role == "tool" else ((role,),):
+        for role in roles:
+            for together in ((role,), (role, role)) if role == "tool" else ((role,),):
                 try:
-                    form.prove(roles)
+                    form.prove(together)
                 except ChatError as error:
                     raise BadRequest(
                         f"a message of role {role!r} cannot be appended to a sampled turn: {error.message}; "

@@ -9,6 +9,7 @@ import numpy as np
 
 from engine.request import IntArray
 from protocols.fields import Template
+from rollout.chat.aside import RENDER_S
 from rollout.chat.errors import ChatError
 from rollout.chat.format import ChatFormat, Form, Suffix
 from rollout.chat.messages import Message, all_as_json, checked_messages
@@ -63,7 +64,7 @@ class Conversation:
         ended = len(ids) > 0 and turn.turn.stop == str(ids[-1]) and int(ids[-1]) in self.form.control
         return self.form.decode(ids[:-1] if ended else ids)
 
-    def follow(
+    async def follow(
         self,
         turn: TurnResult,
         *messages: Mapping[str, Any],
@@ -73,14 +74,19 @@ class Conversation:
     ) -> Step:
         """What follows `turn`: `messages` are said, and the assistant is to answer. Called once a turn.
 
-        Without messages the trajectory is done.
-        Raises ChatError where the template does not take these messages, or cannot append them.
+        Without messages the trajectory is done. The deadlines of the answer that this is part of hold for the
+        template too, which is rendered beside the event loop.
+        Raises ChatError where the template does not take these messages, cannot append them, or does not come to an
+        end.
         """
         new = checked_messages(messages)
         self.messages.append({"role": "assistant", "content": self.text(turn)})
         if not new:
             return Step(done=True, reward=reward, called=called)
-        branch, glue, suffix = self._after(turn, new)
+        try:
+            branch, glue, suffix = await self.form.chat.aside.run(self._after, turn, new)
+        except TimeoutError:
+            raise ChatError(f"the chat template did not come to an end within {RENDER_S:g} s") from None
         self.messages += new
         return Step(
             branch=branch,

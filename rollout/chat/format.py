@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from engine.request import IntArray
+from rollout.chat.aside import Aside
 from rollout.chat.errors import ChatError
 from rollout.chat.follow import Followed, Render, follow
 from rollout.chat.marks import Marks, Vocabulary
@@ -50,11 +51,13 @@ class Suffix:
 
 
 class ChatFormat:
-    """Template and tokenizer of one checkpoint. Safe to use from several threads."""
+    """Template and tokenizer of one checkpoint. Safe to use from several threads. aside: where the event loop has its
+    work done."""
 
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
         self.template = template
         self.tokenizer = tokenizer
+        self.aside = Aside()
         self.vocabulary = Vocabulary(tokenizer.control, tokenizer.reserved)
         self.control = frozenset(tokenizer.control.values())
         self._forms: OrderedDict[bytes, Form] = OrderedDict()
@@ -99,6 +102,7 @@ class Form:
         self.options = options
         self._frames: dict[tuple[str, ...], tuple[str, str]] = {}
         self._proofs: dict[tuple[str, ...], _Proof] = {}
+        self._opens_reasoning: bool | None = None
 
     @property
     def control(self) -> frozenset[int]:
@@ -150,8 +154,10 @@ class Form:
 
     def opens_reasoning(self) -> bool:
         """Does the template itself begin the reasoning, so that a turn starts inside of `<think>`?"""
-        text = self._render([{"role": "user", "content": "question"}])
-        return text.rfind("<think>") > text.rfind("</think>")
+        if self._opens_reasoning is None:
+            text = self._render([{"role": "user", "content": "question"}])
+            self._opens_reasoning = text.rfind("<think>") > text.rfind("</think>")
+        return self._opens_reasoning
 
     def _split(self, closing: str, head: str, contents: list[Piece], tail: str) -> Suffix:
         """A token across the border between frame and content counts as content."""

@@ -130,9 +130,9 @@ class ToolEnvironment(Environment):
             self._add(result)
         messages = [_message(result, i) for i, result in enumerate(results)]
         if self._most_bad and self._bad >= self._most_bad:
-            self._chat.follow(turn)
+            await self._chat.follow(turn)
             return Step(done=True, called=_called(said))
-        return self._chat.follow(turn, *messages, called=_called(said))
+        return await self._chat.follow(turn, *messages, called=_called(said))
 
     async def finish(self, record: Record) -> FinalReward:
         outcome: FinalReward = await _call(self.reward, self._episode(record))
@@ -145,9 +145,9 @@ class ToolEnvironment(Environment):
     async def _answered(self, turn: TurnResult) -> Step:
         text: str | None = await _call(self.reply, self._episode(None))
         if text is None:
-            return self._chat.follow(turn)
+            return await self._chat.follow(turn)
         self._replies += 1
-        return self._chat.follow(turn, {"role": "user", "content": text})
+        return await self._chat.follow(turn, {"role": "user", "content": text})
 
     def _episode(self, record: Record | None) -> Episode:
         return Episode(tuple(self._chat.messages), self._answer, tuple(self._results), self._context, record)

@@ -20,7 +20,7 @@ import importlib
 import inspect
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from importlib.resources import files
 from typing import Any, ClassVar
 
@@ -107,7 +107,7 @@ class Bfcl(Environment):
             else:
                 self._call(tuple(BadCall(said) if isinstance(said, str) else Call(*said) for said in calls))
 
-    def step(self, turn: TurnResult) -> Step:
+    def step(self, turn: TurnResult) -> Awaitable[Step]:
         thinking = self._chat.form.opens_reasoning()
         said = read(self._chat.text(turn), complete=turn.finish_reason == "stop", thinking=thinking)
         if said.calls and self._play.may_call:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -125,7 +125,7 @@ class TextArena(Environment):
         for said in state["played"]:
             self._play(said)
 
-    def step(self, turn: TurnResult) -> Step:
+    def step(self, turn: TurnResult) -> Awaitable[Step]:
         said = read(self._chat.text(turn), thinking=self._chat.form.opens_reasoning()).content
         news = self._play(said)
         if news is None:

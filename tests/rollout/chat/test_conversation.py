@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import pickle
 from dataclasses import replace
@@ -27,8 +28,8 @@ class Talk(Conversation):
 
     held: np.ndarray
 
-    def follow(self, turn: TurnResult, *messages: Any, **how: Any) -> Step:
-        step = super().follow(replace(turn, before=self.held), *messages, **how)
+    def then(self, turn: TurnResult, *messages: Any, **how: Any) -> Step:
+        step = asyncio.run(self.follow(replace(turn, before=self.held), *messages, **how))
         past = np.concatenate([self.held, turn.token_ids]) if step.branch is None else step.branch
         rest = [part for part in (step.glue, step.observation, step.opening) if part is not None]
         self.held = np.concatenate([past, *rest])
@@ -63,7 +64,7 @@ THOUGHT = "<think>\nhm\n</think>\n\n21"
 
 def test_a_new_user_turn_keeps_old_reasoning_by_default() -> None:
     talk = conversation()
-    step = talk.follow(said(THOUGHT), MORE)
+    step = talk.then(said(THOUGHT), MORE)
     assert step.branch is None
     assert added(step) == "\n<|im_start|>user\nand tomorrow?<|im_end|>\n<|im_start|>assistant\n"
     assert talk.messages == [USER, {"role": "assistant", "content": THOUGHT}, MORE]
@@ -71,7 +72,7 @@ def test_a_new_user_turn_keeps_old_reasoning_by_default() -> None:
 
 def test_a_new_user_turn_drops_it_in_a_branch() -> None:
     talk = conversation(on_user_turn="drop")
-    step = talk.follow(said(THOUGHT), MORE)
+    step = talk.then(said(THOUGHT), MORE)
     whole = chat().template.render([USER, {"role": "assistant", "content": THOUGHT}, MORE])
     assert "hm" not in whole
     branch = np.asarray(step.branch)
@@ -84,19 +85,19 @@ def test_a_new_user_turn_drops_it_in_a_branch() -> None:
 def test_a_branch_is_the_past_of_what_follows_it() -> None:
     """After it there is nothing more to drop: results append, and another user turn branches from the new past."""
     talk = conversation(on_user_turn="drop")
-    talk.follow(said(THOUGHT), MORE)
-    step = talk.follow(said("<think>\nagain\n</think>\n\n22"), RESULT)
+    talk.then(said(THOUGHT), MORE)
+    step = talk.then(said("<think>\nagain\n</think>\n\n22"), RESULT)
     assert step.branch is None
-    step = talk.follow(said("done"), MORE)
+    step = talk.then(said("done"), MORE)
     assert "again" not in tokenizer().decode(np.asarray(step.branch))
 
 
 def test_where_there_is_nothing_to_drop_nothing_branches() -> None:
     talk = conversation(on_user_turn="drop")
-    first = talk.follow(said("no thought"), MORE)
+    first = talk.then(said("no thought"), MORE)
     assert first.branch is None
-    assert added(first) == added(conversation().follow(said("no thought"), MORE))
-    cut = talk.follow(turn(ids("again none"), "length"), MORE)
+    assert added(first) == added(conversation().then(said("no thought"), MORE))
+    cut = talk.then(turn(ids("again none"), "length"), MORE)
     assert cut.branch is None
     assert np.asarray(cut.glue)[0] == END
 
@@ -104,7 +105,7 @@ def test_where_there_is_nothing_to_drop_nothing_branches() -> None:
 def test_the_block_of_a_model_that_does_not_think_is_dropped_too() -> None:
     """It stands in the prompt, and never in history: the template's own quirk."""
     talk = conversation(options={"enable_thinking": False}, on_user_turn="drop")
-    step = talk.follow(said("21"), MORE)
+    step = talk.then(said("21"), MORE)
     assert step.branch is not None
     assert added(step).endswith("<think>\n\n</think>\n\n")
 
@@ -113,7 +114,7 @@ def test_the_block_of_a_model_that_does_not_think_is_dropped_too() -> None:
 def test_a_tool_loop_never_branches(how: dict[str, Any]) -> None:
     talk = conversation(**how)
     for text in (THOUGHT, "<think></think>odd\n\n\n", "none at all"):
-        assert talk.follow(said(text), RESULT, RESULT).branch is None
+        assert talk.then(said(text), RESULT, RESULT).branch is None
 
 
 def test_ids_that_no_text_encodes_to_are_kept() -> None:
@@ -121,7 +122,7 @@ def test_ids_that_no_text_encodes_to_are_kept() -> None:
     parts = [ids("h")[0], ids("e")[0], ids("l")[0], ids("lo")[0], END]
     assert ids("hello") != parts[:-1]
     talk = conversation()
-    step = talk.follow(turn(parts), MORE)
+    step = talk.then(turn(parts), MORE)
     assert step.branch is None
     assert talk.messages[1]["content"] == "hello"
 
@@ -136,27 +137,27 @@ def test_the_text_of_a_turn_lacks_only_the_token_that_ended_it() -> None:
 
 
 def test_without_messages_it_is_done() -> None:
-    step = conversation().follow(said("bye"), reward=0.5)
+    step = conversation().then(said("bye"), reward=0.5)
     assert (step.done, step.reward, step.glue) == (True, 0.5, None)
 
 
 def test_a_template_that_cannot_append_refuses_or_branches_at_every_turn() -> None:
     with pytest.raises(ChatError, match="depends on the turn"):
-        conversation(COUNTING).follow(said("one"), MORE)
+        conversation(COUNTING).then(said("one"), MORE)
     talk = conversation(COUNTING, on_unstable="branch")
     for expected in (
         "user 1: hello<|im_end|>assistant 2: one<|im_end|>user 3: and tomorrow?<|im_end|>assistant 4: ",
         "user 1: hello<|im_end|>assistant 2: one<|im_end|>user 3: and tomorrow?<|im_end|>assistant 4: one<|im_end|>"
         "user 5: and tomorrow?<|im_end|>assistant 6: ",
     ):
-        step = talk.follow(said("one"), MORE)
+        step = talk.then(said("one"), MORE)
         assert tokenizer().decode(np.asarray(step.branch)) + added(step) == expected
 
 
 def test_wrong_messages_change_nothing() -> None:
     talk = conversation()
     with pytest.raises(ChatError):
-        talk.follow(said("x"), {"role": "user", "content": 5})
+        talk.then(said("x"), {"role": "user", "content": 5})
     assert talk.messages == [USER]
 
 
@@ -164,12 +165,12 @@ def test_what_is_before_a_turn_says_whether_the_template_rewrote_it() -> None:
     """An environment may have put ids of its own there."""
     talk = conversation(on_user_turn="drop")
     talk.held = np.concatenate([[7], talk.held]).astype(np.int32)
-    assert talk.follow(said("no thought"), MORE).branch is not None
+    assert talk.then(said("no thought"), MORE).branch is not None
 
 
 def test_what_was_said_can_be_taken_up_by_another_one() -> None:
     first = conversation(on_user_turn="drop")
-    first.follow(said(THOUGHT), RESULT)
+    first.then(said(THOUGHT), RESULT)
     texts = first.said()
     assert texts is not None
     assert [json.loads(text) for text in texts] == first.messages[1:]
@@ -178,7 +179,7 @@ def test_what_was_said_can_be_taken_up_by_another_one() -> None:
     second = Talk(first.form, (USER,), Template(on_user_turn="drop"), [json.loads(text) for text in texts])
     second.held = first.held
     assert (second.messages, second.length) == (first.messages, 2)
-    one, other = first.follow(said("done"), MORE), second.follow(said("done"), MORE)
+    one, other = first.then(said("done"), MORE), second.then(said("done"), MORE)
     np.testing.assert_array_equal(one.branch, other.branch)
     assert one.branch is not None
     assert added(one) == added(other)
@@ -188,16 +189,16 @@ def test_what_was_said_can_be_taken_up_by_another_one() -> None:
 @pytest.mark.parametrize("odd", [(1, 2), float("nan"), {1: 2}, b"x", {"a", "b"}, np.float32(1), "\ud800"])
 def test_what_json_does_not_hold_as_it_is_cannot_be_taken_up(odd: Any) -> None:
     talk = conversation()
-    talk.follow(said("x"), {**RESULT, "extra": odd})
+    talk.then(said("x"), {**RESULT, "extra": odd})
     assert talk.said() is None
     assert talk.said(2) == ()
-    talk.follow(said("x"), RESULT)
+    talk.then(said("x"), RESULT)
     assert talk.said(2) is not None
 
 
 def test_in_another_process_it_goes_on_from_there() -> None:
     talk = Conversation(chat().form(), (USER,), Template())
-    talk.follow(said("x"), RESULT)
+    asyncio.run(talk.follow(said("x"), RESULT))
     there = pickle.loads(pickle.dumps(talk.sent(lambda form: Here())))  # noqa: ARG005
     assert (there.messages, there.length, there.said()) == (talk.messages, 2, talk.said())
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from protocols.fields import Environment, Record
-from rollout.chat.accept import RENDER_S
+from rollout.chat.aside import PLACES, QUICK_S, RENDER_S
 from rollout.client import RolloutClient
 from rollout.environments.base import Environment as Base
 from rollout.environments.registry import Registry
@@ -99,7 +99,10 @@ def test_the_numbers_of_the_page() -> None:
     assert f"at most {MAX_CALLS} of them" in TEXT
     assert f"bad\ncalls in a row ({ToolEnvironment.max_bad_calls})" in TEXT
     assert f"deadline ({DEADLINE_S:g} s from its start)" in TEXT
-    assert f"after {RENDER_S:g} s" in TEXT
+    assert TEXT.count(f"within {RENDER_S:g} s") == 2
     assert f"{(SNAPSHOT_BYTES + SAID_BYTES) // 2**10} KiB and {TOKEN_BYTES} bytes for each token" in TEXT
     assert f"longer than {LIMIT:,} characters" in TEXT
     assert f"for {MAX_SEGMENTS} segments" in TEXT
+    assert f"takes longer than {QUICK_S:g} s gives its place" in TEXT
+    assert PLACES == 2
+    assert "two at a time" in TEXT

@@ -80,7 +80,7 @@ def follows(messages: Sequence[dict[str, Any]]) -> type[Base]:
 
         async def step(self, turn: TurnResult) -> Step:
             assert self.chat is not None
-            return self.chat.follow(turn, *(messages if turn.index == 0 else ()))
+            return await self.chat.follow(turn, *(messages if turn.index == 0 else ()))
 
     return Follows
 

@@ -13,7 +13,7 @@ import pytest
 from engine.request import Request
 from protocols.errors import BadRequest, PromptTooLong
 from protocols.fields import Group, ModelInfo
-from rollout.chat import accept
+from rollout.chat import aside
 from rollout.chat.errors import ChatError
 from rollout.chat.format import ChatFormat
 from rollout.chat.template import ChatTemplate
@@ -49,7 +49,7 @@ class Chatty(Environment):
     async def step(self, turn: TurnResult) -> Step:
         assert self.context.chat is not None
         more = [{"role": "user", "content": f"turn {turn.index}"}] if turn.index < 2 else []
-        return self.context.chat.follow(turn, *more)
+        return await self.context.chat.follow(turn, *more)
 
 
 def served(form: ChatFormat | None, *, modules: tuple[str, ...] = (), **plugins: Any) -> Served:
@@ -348,7 +348,7 @@ def test_the_longest_messages_cost_nobody_else_anything(serving: WorkerThread) -
 
 def test_a_template_that_does_not_end_costs_a_named_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """And no thread for ever: whoever sends ids, or asks next, is served."""
-    monkeypatch.setattr(accept.prompts_in_time, "__defaults__", (0.3,))
+    monkeypatch.setattr(aside, "RENDER_S", 0.3)
     endless = ChatFormat(ChatTemplate({"default": ENDLESS}), tokenizer())
     with worker(TimedEngine(), what=served(endless)) as thread, RolloutClient(thread.address) as client:
         for _ in range(3):

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import json
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,7 +119,7 @@ class Saved(Environment):
     def reset(self, context: Context) -> None:
         self.chat, self.letters = context.chat, 0
 
-    def step(self, turn: TurnResult) -> Step:
+    def step(self, turn: TurnResult) -> Awaitable[Step]:
         assert self.chat is not None
         self.letters += len(self.chat.text(turn))
         if self.letters > 300:
@@ -154,7 +154,7 @@ class Stateless(Environment):
     async def step(self, turn: TurnResult) -> Step:
         assert self.chat is not None
         more = {"role": "user", "content": f"{len(self.chat.messages)} so far"}
-        return self.chat.follow(turn, *([more] if len(self.chat.messages) < 9 else []))
+        return await self.chat.follow(turn, *([more] if len(self.chat.messages) < 9 else []))
 
 
 class StatelessApart(Stateless):
@@ -295,7 +295,7 @@ def test_it_may_be_cut_after_any_token_and_between_any_two_turns(name: str) -> N
 @pytest.mark.parametrize("name", APART)
 def test_in_a_process_of_its_own_too(name: str) -> None:
     async def body() -> Record:
-        registry = Registry({case.make.__name__: case.make for case in APART.values()}, processes=2)
+        registry = Registry({case.make.__name__: case.make for case in APART.values()}, processes=4)
         try:
             return await everywhere(Worker(APART[name], registry), 30)
         finally:
@@ -361,7 +361,7 @@ def test_a_state_that_cannot_be_sent_is_none(monkeypatch: pytest.MonkeyPatch) ->
     class Odd(Stateless):
         async def step(self, turn: TurnResult) -> Step:
             assert self.chat is not None
-            return self.chat.follow(turn, {"role": "user", "content": "more", "extra": (1, 2)})
+            return await self.chat.follow(turn, {"role": "user", "content": "more", "extra": (1, 2)})
 
     assert cut_once(Case(Odd), Cut(3)).partial is not None
     assert cut_once(Case(Odd), Cut(26)).partial is None
