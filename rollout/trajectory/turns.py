@@ -34,6 +34,7 @@ def gone_on(before: Turn, completion: Completion, times: Times, *, limit: int | 
             "length": length,
             "finish_reason": _reason(completion, length, limit),
             "stop": _stop(completion),
+            "computed_tokens": before.computed_tokens + completion.computed_tokens,
             "preemptions": before.preemptions + completion.preemptions + 1,
             "times": add_times(before.times, times),
         }
