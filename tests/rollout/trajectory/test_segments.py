@@ -20,7 +20,7 @@ from protocols.fields import (
 from rollout.trajectory.segments import Segments
 from tests.rollout.build import ids
 
-P, S, G, O, X = SOURCE_PROMPT, SOURCE_SAMPLED, SOURCE_GLUE, SOURCE_OBSERVATION, SOURCE_PREFIX
+P, S, G, B, X = SOURCE_PROMPT, SOURCE_SAMPLED, SOURCE_GLUE, SOURCE_OBSERVATION, SOURCE_PREFIX
 
 
 def segments(*modes: Any, source: tuple[int, ...] | None = None) -> Segments:
@@ -54,11 +54,11 @@ def two() -> tuple[Segments, tuple[Turn, ...]]:
     s = segments(*modes)
     s.now.add_sampled(sampled(20, 21, versions=((3, 1), (4, 1)), kv=3, modes=modes))
     s.now.add(ids(90), G)
-    s.now.add(ids(30, 31), O)
+    s.now.add(ids(30, 31), B)
     s.now.add_sampled(sampled(22, versions=((4, 1),), kv=4, modes=modes))
     s.branch(2)
     s.now.add(ids(10, 40), X)
-    s.now.add(ids(32), O)
+    s.now.add(ids(32), B)
     s.now.add_sampled(sampled(23, 24, versions=((5, 2),), kv=5, modes=modes))
     return s, (turn(0, 2, 2), turn(1, 7, 1), turn(2, 3, 2))
 
@@ -67,7 +67,7 @@ def test_sources_masks_logprobs_and_versions_lie_beside_the_ids() -> None:
     s, turns = two()
     first, second = values(s, *turns)
     assert first.token_ids.tolist() == [10, 11, 20, 21, 90, 30, 31, 22]
-    assert first.source.tolist() == [P, P, S, S, G, O, O, S]
+    assert first.source.tolist() == [P, P, S, S, G, B, B, S]
     assert first.loss_mask.tolist() == [0, 0, 1, 1, 0, 0, 0, 1]
     assert first.logprobs.tolist() == [0, 0, -1, -2, 0, 0, 0, -1]
     assert first.more_logprobs["raw"].tolist() == [0, 0, -1.5, -2.5, 0, 0, 0, -1.5]
@@ -75,7 +75,7 @@ def test_sources_masks_logprobs_and_versions_lie_beside_the_ids() -> None:
     assert first.kv_versions.tolist() == [[3, 2], [4, 1]]
     assert first.turns == turns[:2]
     assert second.token_ids.tolist() == [10, 40, 32, 23, 24]
-    assert second.source.tolist() == [X, X, O, S, S]
+    assert second.source.tolist() == [X, X, B, S, S]
     assert second.loss_mask.tolist() == [0, 0, 0, 1, 1]
     assert second.weight_versions.tolist() == [[5, 2]]
     assert second.turns == turns[2:]
@@ -154,7 +154,7 @@ def test_what_a_prompt_had_sampled_elsewhere_is_counted_and_not_trained_on() -> 
 def test_what_was_handed_out_never_changes() -> None:
     s = segments()
     early = s.now.ids
-    s.now.add(ids(1, 2), O)
+    s.now.add(ids(1, 2), B)
     later = s.now.ids
     s.branch(0)
     s.now.add(ids(9), X)

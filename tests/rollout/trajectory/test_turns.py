@@ -15,7 +15,7 @@ from tests.rollout.build import ids
 
 
 def completion(count: int, reason: Any = "stop", **fields: Any) -> Completion:
-    logprobs = {"processed": np.zeros(count, np.float32)}
+    logprobs: dict[Any, Any] = {"processed": np.zeros(count, np.float32)}
     made = Completion("r", reason, ids(*range(20, 20 + count)), logprobs, weight_versions=((0, count),), kv_version=0)
     return replace(made, **fields)
 
