@@ -141,9 +141,15 @@ def _read_header(frame: memoryview, limits: Limits) -> dict[str, Any]:
         error.request_id = _salvage_id(frame)
         raise
     except (*_BROKEN, RecursionError) as error:
-        refusal = BadRequest(f"the header is not valid msgpack: {str(error)[:200] or type(error).__name__}")
-        refusal.request_id = _salvage_id(frame)
-        raise refusal from None
+        raise _not_msgpack(error, frame) from None
+
+
+def _not_msgpack(error: BaseException, frame: memoryview) -> BadRequest:
+    """Made here and raised elsewhere: with a name where it is raised, its traceback would keep it and the frame alive
+    until the next garbage collection."""
+    refusal = BadRequest(f"the header is not valid msgpack: {str(error)[:200] or type(error).__name__}")
+    refusal.request_id = _salvage_id(frame)
+    return refusal
 
 
 def _unpack_header(frame: memoryview, limits: Limits) -> dict[str, Any]:

@@ -149,12 +149,13 @@ class Reload:
             self._store.discard()
 
     def _prepare(self, command: PrepareWeights) -> None:
-        outcome: WeightsInfo | Exception
         try:
-            outcome = self._store.prepare(command.path, command.version, command.checksums)
+            info = self._store.prepare(command.path, command.version, command.checksums)
         except Exception as error:
-            outcome = error
-        self._post(PrepareEnded(command, outcome))
+            # Without a further name here: its traceback names this frame.
+            self._post(PrepareEnded(command, error))
+        else:
+            self._post(PrepareEnded(command, info))
 
     def _commit(self, update: Update) -> None:
         assert update.info is not None

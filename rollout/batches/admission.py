@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 KEPT_PART = 4
 """Kept partials take so small a part of the result space, beside it."""
-SLACK = 1024
-"""Entries of the queue that may be out of date, beyond as many as are not."""
+SLACK = 64
+"""Entries of the queue that may be out of date, beyond as many as are not: each keeps a whole trajectory."""
 
 
 class Admission:
@@ -59,8 +59,6 @@ class Admission:
             )
 
     def queue(self, member: Member) -> None:
-        if len(self._ready) + len(self._too_new) > 2 * self.waiting + SLACK:
-            self._sweep()
         self.waiting += 1
         heapq.heappush(self._ready, (-member.group.spec.priority, member.order, member))
 
@@ -92,7 +90,7 @@ class Admission:
 
     def start(self, member: Member, nbytes: int) -> None:
         """A waiting trajectory starts, out of turn perhaps, and takes `nbytes` of room."""
-        self.waiting -= 1
+        self._leave_queue()
         self.running += 1
         self.keep(member, nbytes)
         self._leave_kept(member)
@@ -106,7 +104,7 @@ class Admission:
         """A waiting trajectory is to be kept instead, which takes `nbytes`. False: there is no room for another one."""
         if not member.parked and not self._keep(member, nbytes):
             return False
-        self.waiting -= 1
+        self._leave_queue()
         return True
 
     def _keep(self, member: Member, nbytes: int) -> bool:
@@ -150,11 +148,16 @@ class Admission:
             self._kv.start(candidate)
         return fits
 
-    def _sweep(self) -> None:
-        """Let go of those that left the queue out of turn."""
-        for heap in (self._ready, self._too_new):
-            heap[:] = [entry for entry in heap if not entry[2].started]
-            heapq.heapify(heap)
+    def _leave_queue(self) -> None:
+        """One waits no longer. Those that left out of turn are let go of when they are as many as the others."""
+        self.waiting -= 1
+        if not self.waiting:
+            self._ready.clear()
+            self._too_new.clear()
+        elif len(self._ready) + len(self._too_new) > 2 * self.waiting + SLACK:
+            for heap in (self._ready, self._too_new):
+                heap[:] = [entry for entry in heap if not entry[2].started]
+                heapq.heapify(heap)
 
     def ended(self, member: Member, nbytes: int) -> None:
         """A started trajectory has its record, of `nbytes`."""

@@ -185,6 +185,7 @@ class Batches:
             else:
                 self.results_dropped += 1
                 self._runs.forget(member)
+        session.outbox.clear()
         self._runs.admit()
         return unfinished
 

@@ -116,9 +116,8 @@ class AsyncEngine:
         self, update_id: str, path: str, version: int, checksums: Mapping[str, str] | None = None
     ) -> WeightsInfo:
         """Raises WeightsInvalid, WeightsIncomplete, WeightsBusy, EngineDead (protocols.errors)."""
-        future = self._promise(self._prepares, update_id)
-        self._post(PrepareWeights(update_id, path, version, None if checksums is None else dict(checksums)))
-        return await asyncio.shield(future)
+        command = PrepareWeights(update_id, path, version, None if checksums is None else dict(checksums))
+        return await asyncio.shield(self._promise(self._prepares, command))
 
     async def commit_weights(
         self,
@@ -128,9 +127,8 @@ class AsyncEngine:
         on_timeout: Literal["abort", "fail"] = "abort",
     ) -> Committed:
         """Raises like `prepare_weights`; then the old weights serve on."""
-        future = self._promise(self._commits, update_id)
-        self._post(CommitWeights(update_id, mode, drain_timeout, on_timeout))
-        return await asyncio.shield(future)
+        command = CommitWeights(update_id, mode, drain_timeout, on_timeout)
+        return await asyncio.shield(self._promise(self._commits, command))
 
     def discard_weights(self, update_id: str) -> None:
         self._post(DiscardWeights(update_id))
@@ -248,15 +246,19 @@ class AsyncEngine:
         self._prepares.clear()
         self._commits.clear()
 
-    def _promise(self, table: dict[str, asyncio.Future[T]], update_id: str) -> asyncio.Future[T]:
+    def _promise(
+        self, table: dict[str, asyncio.Future[T]], command: PrepareWeights | CommitWeights
+    ) -> asyncio.Future[T]:
+        """What comes of the command. No frame that awaits it may name it: an error names the frames it went through."""
         if self._died is not None:
             raise EngineDead(self._died.message)
-        if update_id in table:
-            raise WeightsBusy(f"update {update_id} is already under way")
+        if command.update_id in table:
+            raise WeightsBusy(f"update {command.update_id} is already under way")
         future: asyncio.Future[T] = self._loop.create_future()
         # The caller may be gone when the answer comes; its error is then nobody's.
         future.add_done_callback(lambda done: done.exception())
-        table[update_id] = future
+        table[command.update_id] = future
+        self._post(command)
         return future
 
 

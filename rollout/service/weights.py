@@ -79,6 +79,8 @@ class WeightUpdates:
             if not preparing.cancelled():
                 raise
             raise WeightsInvalid(f"update {request.update_id!r} was aborted", field="update_id") from None
+        finally:
+            del preparing  # its error, if it has one, names this frame
         return WeightsPrepared(
             id=request.id,
             update_id=request.update_id,
@@ -114,7 +116,10 @@ class WeightUpdates:
     async def _until_committed(
         self, request: CommitWeightsRequest, committing: asyncio.Task[WeightsCommitted]
     ) -> WeightsCommitted:
-        done = await asyncio.shield(committing)
+        try:
+            done = await asyncio.shield(committing)
+        finally:
+            del committing  # as above
         return done.model_copy(update={"id": request.id})
 
     def abort(self, request: AbortWeightsRequest) -> bool:

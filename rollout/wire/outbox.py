@@ -55,6 +55,10 @@ class Outbox:
             event.dropped = True
         return event
 
+    def clear(self) -> None:
+        """Nobody takes anything over any more. What events are made of names the session, which names this."""
+        self._events.clear()
+
     def sweep(self, key: Key) -> None:
         """Drop the event if it was received and nothing else keeps it."""
         event = self._events.get(key)

@@ -65,16 +65,19 @@ class Sender:
     def received(self, nbytes: int) -> None:
         """The client has counted `nbytes` of event frames on this connection. Counts never go back."""
         self.received_bytes = max(self.received_bytes, min(nbytes, self.sent_bytes))
-        while self._in_flight and (self._in_flight[0].end or 0) <= self.received_bytes:
-            event = self._in_flight.popleft()
-            event.received = True
-            self._on_received(event)
+        self._land()
         self._pump_soon()
 
     def taken(self, event: Event) -> None:
         """The client acknowledged `event`, so everything up to its end has arrived."""
         if event.end is not None:
             self.received(event.end)
+
+    def _land(self) -> None:
+        while self._in_flight and (self._in_flight[0].end or 0) <= self.received_bytes:
+            event = self._in_flight.popleft()
+            event.received = True
+            self._on_received(event)
 
     def close(self) -> None:
         self.closed = True
@@ -106,6 +109,7 @@ class Sender:
                 self._current.end = self.sent_bytes
                 self._in_flight.append(self._current)
                 self._current = None
+                self._land()  # a reply that counts for nothing is acknowledged by nobody
         self._pump_soon()
 
     def _load(self) -> bool:

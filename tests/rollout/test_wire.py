@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
 
 from bench.wire import ARRAY_BYTES, fetch
-from protocols.fields import Record
-from rollout.client import RolloutClient
-from rollout.metrics.observer import Observer, Round
 from tests.rollout.wire_client import memory
-from tests.rollout.workers import WorkerProcess, eventually
-from tests.rollout.workers import worker as worker_thread
+from tests.rollout.workers import WorkerProcess
 
 
 @pytest.fixture
@@ -39,59 +32,6 @@ def test_1024_trajectories_of_8192_tokens_come_whole_and_cost_little(worker: Wor
     # A guard for a machine that does other things too: the seconds are stress's to measure.
     assert after.user + after.system - before.user - before.system < 4
     assert client["cpu"] < 4
-
-
-class Ended(Observer):
-    """Remembers records without keeping them."""
-
-    def __init__(self) -> None:
-        self.arrays: list[weakref.ref[np.ndarray]] = []
-
-    def trajectory_ended(self, batch: Round, record: Record, version: int) -> None:  # noqa: ARG002
-        segment = record.segments[0]
-        for array in (segment.token_ids, segment.source, segment.logprobs, segment.loss_mask):
-            self.arrays.append(weakref.ref(array))
-
-    @property
-    def kept(self) -> int:
-        return sum(array() is not None for array in self.arrays)
-
-
-@pytest.fixture
-def no_collector() -> Iterator[None]:
-    """A worker's collector is rarely called: what only it can free adds up to gigabytes, and to long pauses."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.set_debug(0)
-    gc.garbage.clear()
-    gc.enable()
-
-
-@pytest.mark.usefixtures("no_collector")
-def test_nothing_of_a_record_is_left_once_it_is_acknowledged() -> None:
-    ended = Ended()
-    with worker_thread(observer=ended) as served, RolloutClient(served.address) as client:
-        group = client.group(np.ones(64, np.int32), n=64, max_tokens=64, trajectory_deadline_s=60.0)
-        assert len(list(client.submit([group]))) == 64
-        eventually(lambda: served.call(lambda service: service.runs.results) == 0)
-        assert len(ended.arrays) == 4 * 64
-        assert ended.kept == 0
-
-
-@pytest.mark.usefixtures("no_collector")
-def test_a_round_leaves_nothing_to_the_collector_at_either_end() -> None:
-    with worker_thread() as served, RolloutClient(served.address) as client:
-        for _ in range(2):  # the first one builds validators, which are full of cycles
-            gc.set_debug(0)
-            gc.collect()
-            gc.set_debug(gc.DEBUG_SAVEALL)
-            groups = [client.group(np.ones(64, np.int32), n=8, max_tokens=64) for _ in range(4)]
-            assert len(list(client.submit(groups))) == 32
-            eventually(lambda: served.call(lambda service: len(service.sessions.all[0].batches)) == 0)
-        gc.collect()
-        ours = {type(one) for one in gc.garbage if type(one).__module__.startswith(("rollout", "protocols", "engine"))}
-        assert ours == set()
 
 
 @pytest.mark.stress

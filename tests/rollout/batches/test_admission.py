@@ -111,6 +111,17 @@ def test_the_queue_does_not_keep_what_left_it_out_of_turn() -> None:
     assert queue.start(version=3) == [kept]
 
 
+def test_when_nothing_waits_the_queue_keeps_nothing() -> None:
+    queue = Queue()
+    first, too_new = queue.add(), queue.add(min_version=3)
+    assert queue.start() == [first]
+    assert len(queue.admission._too_new) == 1
+    too_new.started = True
+    queue.admission.start(too_new, 0)
+    assert not queue.admission._ready
+    assert not queue.admission._too_new
+
+
 def test_too_many_are_refused_as_a_whole() -> None:
     queue = Queue(max_waiting=3)
     queue.add()

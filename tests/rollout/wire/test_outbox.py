@@ -56,3 +56,11 @@ def test_an_outbox_may_change_while_it_is_looked_through() -> None:
     for each in outbox:
         outbox.drop(each.key)
     assert len(outbox) == 0
+
+
+def test_a_cleared_outbox_owes_nothing() -> None:
+    outbox = Outbox()
+    outbox.add(event("a"))
+    outbox.clear()
+    assert len(outbox) == 0
+    assert outbox.get(("group", "a")) is None

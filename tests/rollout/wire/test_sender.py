@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -173,6 +174,24 @@ async def test_a_reply_in_one_packet_is_not_counted_one_in_chunks_is() -> None:
     await wire.settle()
     assert wire.ids == ["short", "long"]
     assert wire.sender.sent_bytes == wire.assembler.received_bytes > 40_000
+
+
+@on_loop
+async def test_replies_that_nobody_acknowledges_are_not_kept() -> None:
+    wire = Wire(10**6)
+    arrays = []
+    for name in "abc":
+        array = np.zeros(10, np.float32)
+        message = Scored(id=name, weight_version=0, logprobs={"raw": (array,)})
+        wire.sender.put(Event(("reply", name), lambda message=message: message))
+        arrays.append(weakref.ref(array))
+        del array, message
+    await wire.settle()
+    assert wire.ids == ["a", "b", "c"]
+    wire.received.clear()
+    wire.frames.clear()
+    wire.messages.clear()
+    assert all(array() is None for array in arrays)
 
 
 @on_loop
