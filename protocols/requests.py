@@ -209,7 +209,7 @@ class SleepRequest(RequestMessage):
     """Give the device's memory back (capability `sleep`)."""
 
     type: Literal["sleep"] = "sleep"
-    level: Literal[1, 2] = 1
+    level: Annotated[int, Field(ge=1, le=2)] = 1
 
 
 class WakeRequest(RequestMessage):

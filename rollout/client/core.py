@@ -28,6 +28,7 @@ from rollout.client.limits import check_size
 from rollout.client.link import Curve, Link
 from rollout.client.loop import Loop
 from rollout.client.pending import Pending
+from rollout.client.values import seconds
 from rollout.client.waiting import Mailbox, Steps
 
 log = logging.getLogger(__name__)
@@ -55,11 +56,9 @@ class Core:
     ) -> None:
         if not ADDRESS.fullmatch(address):
             raise BadRequest(f"must be tcp://host:port or ipc://path, not {address!r}", field="address")
-        for field, seconds in (("timeout", timeout), ("reconnect_timeout", reconnect_timeout)):
-            if not seconds > 0:
-                raise BadRequest(f"must be positive, not {seconds}", field=field)
         self.address = address
-        self.timeout = timeout
+        self._timeout = timeout = seconds(timeout, "timeout")
+        reconnect_timeout = seconds(reconnect_timeout, "reconnect_timeout")
         self.welcome: Welcome | None = None
         self._session = session
         self._prefix = secrets.token_hex(4)
@@ -93,6 +92,10 @@ class Core:
     @property
     def boot_id(self) -> str | None:
         return self.welcome.boot_id if self.welcome is not None else None
+
+    def wait(self, timeout: float | None) -> float:
+        """Seconds that a call may take which gives this `timeout`. Raises BadRequest."""
+        return self._timeout if timeout is None else seconds(timeout, "timeout")
 
     def new_id(self) -> str:
         return f"{self._prefix}-{next(self._numbers)}"
@@ -138,7 +141,7 @@ class Core:
 
     def greeted(self, timeout: float | None) -> Future[Welcome]:
         future: Future[Welcome] = Future()
-        wait = self.timeout if timeout is None else timeout
+        wait = self.wait(timeout)
         self._post(lambda loop: loop.greeted(future, wait))
         return future
 
@@ -159,9 +162,7 @@ class Core:
             self._thread.join(CLOSE_S)
 
     def _pending(self, message: RequestMessage, timeout: float | None) -> Pending:
-        wait = self.timeout if timeout is None else timeout
-        if not wait > 0:
-            raise BadRequest(f"must be positive, not {wait}", field="timeout")
+        wait = self.wait(timeout)
         frames = encode(message)
         check_size(frames, self.welcome.limits if self.welcome is not None else Limits())
         return Pending(message, frames, Future(), time.monotonic() + wait, wait)

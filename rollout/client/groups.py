@@ -5,13 +5,10 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, TypedDict, TypeVar, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
 import numpy as np
-import numpy.typing as npt
-from pydantic import ValidationError
 
-from protocols.codec import bad_request
 from protocols.errors import BadRequest
 from protocols.fields import (
     Budget,
@@ -22,42 +19,8 @@ from protocols.fields import (
     Sampling,
     ScriptedTurn,
     Template,
-    Value,
 )
-
-Ids = Sequence[int] | npt.NDArray[np.integer[Any]]
-"""Token ids: a list, a numpy array, or anything that numpy reads as one-dimensional integers."""
-
-V = TypeVar("V", bound=Value)
-
-
-def int32(ids: Any, field: str) -> npt.NDArray[np.int32]:
-    """int32[L] of token ids, copied unless they are that already. Raises BadRequest naming `field`."""
-    if isinstance(ids, str):
-        raise BadRequest(
-            "must be token ids, not text: encode it by the model's tokenizer, or give messages", field=field
-        )
-    try:
-        array = np.asarray(ids)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise BadRequest(f"must be token ids: {error}", field=field) from None
-    if array.size == 0 and array.ndim == 1:
-        return np.zeros(0, np.int32)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise BadRequest(
-            f"must be one-dimensional integers, not {array.dtype} with {array.ndim} dimension(s)", field=field
-        )
-    if int(array.min()) < 0 or int(array.max()) >= 2**31:
-        raise BadRequest(f"ids lie in [0, 2**31), found {array.min()} .. {array.max()}", field=field)
-    return array.astype(np.int32)
-
-
-def checked(model: type[V], **fields: Any) -> V:
-    """Build a protocol value; what the model refuses is a BadRequest with the field's name."""
-    try:
-        return model(**fields)
-    except ValidationError as error:
-        raise bad_request(error) from None
+from rollout.client.values import Ids, checked, int32, mapping, number, several, uint8, whole
 
 
 class Law(TypedDict, total=False):
@@ -86,15 +49,15 @@ class Law(TypedDict, total=False):
 def sampling(**law: Unpack[Law]) -> Sampling:
     """`protocols.fields.Sampling` of the options of a `Law`; without any it is neutral."""
     fields: dict[str, Any] = dict(law)
-    bias = sorted((fields.pop("logit_bias", None) or {}).items())
+    bias = mapping(fields.pop("logit_bias", None), "logit_bias")
     if bias:
-        fields["bias_ids"] = int32([i for i, _ in bias], "logit_bias")
-        fields["bias_values"] = np.array([value for _, value in bias], np.float32)
+        ids = int32(list(bias), "logit_bias")
+        values = np.array([number(value, "logit_bias") for value in bias.values()], np.float32)
+        fields["bias_ids"], fields["bias_values"] = np.sort(ids), values[np.argsort(ids)]
     if fields.get("allowed_ids") is not None:
         fields["allowed_ids"] = int32(fields["allowed_ids"], "allowed_ids")
     for name in fields.keys() & {"stop_ids", "stop", "logprobs"}:
-        value = fields[name]
-        fields[name] = (value,) if isinstance(value, str) else tuple(value)
+        fields[name] = several(fields[name], name)
     return checked(Sampling, **fields)
 
 
@@ -161,7 +124,7 @@ class GroupMaker:
 
         Raises BadRequest naming the field. What only the worker knows (vocabulary, limits) is checked by `submit`.
         """
-        if n < 1:
+        if whole(n, "n") < 1:
             raise BadRequest(f"must be at least 1, not {n}", field="n")
         if (prompt_ids is None) == (messages is None):
             raise BadRequest(
@@ -171,18 +134,24 @@ class GroupMaker:
         if messages is None and not len(prompt):
             raise BadRequest("must not be empty", field="prompt_ids")
         name = id if id is not None else f"{self._prefix}-{next(self._numbers)}"
-        names = tuple(trajectory_ids) if trajectory_ids is not None else tuple(f"{name}.{i}" for i in range(n))
-        for field, values in (("trajectory_ids", names), ("sample_indices", sample_indices)):
-            if values is not None and (len(values) != n or len(set(values)) != n):
+        names = several(
+            [f"{name}.{i}" for i in range(n)] if trajectory_ids is None else trajectory_ids, "trajectory_ids"
+        )
+        indices = None if sample_indices is None else several(sample_indices, "sample_indices")
+        for field, values in (("trajectory_ids", names), ("sample_indices", indices)):
+            if values is not None and len(values) != n:
                 raise BadRequest(f"must be {n} different values", field=field)
         return checked(
             Group,
             id=name,
             prompt=prompt,
-            messages=None if messages is None else tuple(messages),
-            tools=tuple(tools),
+            messages=None if messages is None else several(messages, "messages"),
+            tools=several(tools, "tools"),
             template=checked(
-                Template, options=dict(template_options or {}), on_user_turn=on_user_turn, on_unstable=on_unstable
+                Template,
+                options=mapping(template_options, "template_options"),
+                on_user_turn=on_user_turn,
+                on_unstable=on_unstable,
             ),
             trajectory_ids=names,
             sampling=sampling(**law),
@@ -196,9 +165,9 @@ class GroupMaker:
                 trajectory_deadline_s=trajectory_deadline_s,
                 on_length=on_length,
             ),
-            sample_indices=None if sample_indices is None else tuple(sample_indices),
-            prompt_source=None if prompt_source is None else np.asarray(prompt_source, np.uint8),
-            metadata=dict(metadata or {}),
+            sample_indices=indices,
+            prompt_source=None if prompt_source is None else uint8(prompt_source, "prompt_source"),
+            metadata=mapping(metadata, "metadata"),
             purpose=purpose,
             priority=priority,
             min_version=min_version,
@@ -224,6 +193,6 @@ def _environment(
         raise BadRequest("is of an environment, and none is named", field="config")
     entries = tuple(
         entry if isinstance(entry, ScriptedTurn) else turn(int32(entry, f"script[{k}]"))
-        for k, entry in enumerate(script or ())
+        for k, entry in enumerate(several(script or (), "script"))
     )
-    return checked(Environment, name=name, script=entries, config=dict(config or {}))
+    return checked(Environment, name=name, script=entries, config=mapping(config, "config"))

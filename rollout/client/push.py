@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import operator
 import os
 import re
 import secrets
@@ -54,10 +53,6 @@ class PushedWeights:
     def write(self, weights: Weights, version: int, directory: str | os.PathLike[str] | None) -> Path:
         """Raises WeightsInvalid (a tensor that cannot be handed over, by name), BadRequest (an argument), OSError (the
         disk). Nothing is left behind then."""
-        try:
-            version = operator.index(version)
-        except TypeError:
-            raise BadRequest(f"must be an int, not {type(version).__name__}", field="version") from None
         path = self._root(directory) / f"{next(self._numbers):06d}-version-{version}"
         partial = path.with_name(f".{path.name}")
         try:

@@ -15,8 +15,8 @@ from protocols.replies import Ok, WeightsCommitted, WeightsPrepared
 from protocols.requests import AbortWeightsRequest, CommitWeightsRequest, PrepareWeightsRequest
 from rollout.client.call import Call
 from rollout.client.core import Core
-from rollout.client.groups import checked
 from rollout.client.push import PushedWeights
+from rollout.client.values import checked, mapping, seconds, whole
 from rollout.client.waiting import Steps
 
 if TYPE_CHECKING:
@@ -129,6 +129,7 @@ class WeightCalls:
         raises, WeightsInvalid for a tensor that cannot be handed over (a shard, another dtype, an adapter's) and
         OSError; the old weights serve on.
         """
+        whole(version, "version")  # the worker is not asked before all of them are written
         yield self._core.greeted(None)
         path = yield self._work(partial(self._pushed.write, weights, version, directory), self._pushed.remove)
         with self._pushed.keeping(path):
@@ -167,7 +168,7 @@ class WeightCalls:
             update_id=update_id or f"update-{secrets.token_hex(6)}",
             path=os.path.abspath(path),  # the worker's working directory is another
             version=version,
-            checksums=None if checksums is None else dict(checksums),
+            checksums=None if checksums is None else mapping(checksums, "checksums"),
             force=force,
         )
         return (yield from self._core.ask(message, WeightsPrepared, timeout))
@@ -184,7 +185,7 @@ class WeightCalls:
         timeout: float = 600.0,
     ) -> Steps[WeightsCommitted]:
         """Make prepared weights serve. Repeating it for weights that serve already is harmless."""
-        wait = drain_timeout if mode == "drain" else 0.0
+        drain_s = seconds(drain_timeout, "drain_timeout") if mode == "drain" else None
         message = checked(
             CommitWeightsRequest,
             id=self._core.new_id(),
@@ -192,15 +193,15 @@ class WeightCalls:
             version=prepared.version,
             digest=digest or prepared.digest,
             mode=mode,
-            drain_timeout_s=float(drain_timeout) if mode == "drain" else None,
+            drain_timeout_s=drain_s,
             on_drain_timeout=on_timeout,
         )
-        return (yield from self._core.ask(message, WeightsCommitted, timeout + wait))
+        return (yield from self._core.ask(message, WeightsCommitted, self._core.wait(timeout) + (drain_s or 0.0)))
 
     @Call
     def abort_weights(self, prepared: WeightsPrepared | str, *, timeout: float | None = None) -> Steps[None]:
         """Make the worker forget prepared weights (given by the reply or by the update id)."""
-        update_id = prepared if isinstance(prepared, str) else prepared.update_id
+        update_id = prepared.update_id if isinstance(prepared, WeightsPrepared) else prepared
         yield from self._core.ask(
             checked(AbortWeightsRequest, id=self._core.new_id(), update_id=update_id), Ok, timeout
         )

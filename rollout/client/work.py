@@ -12,11 +12,11 @@ from protocols.requests import Cancel, Continue, SubmitBatch
 from rollout.client.batch import BatchView
 from rollout.client.call import Call
 from rollout.client.core import Core
-from rollout.client.groups import Ids, checked, int32
 from rollout.client.ledger import Item
 from rollout.client.limits import check_groups
 from rollout.client.resumption import resumption
 from rollout.client.trajectory import Trajectory
+from rollout.client.values import Ids, checked, int32, mapping, number, several
 from rollout.client.waiting import Mailbox, Steps
 
 Surplus = Literal["keep", "return"]
@@ -60,13 +60,13 @@ class WorkCalls(Generic[B]):
         of an earlier `batch.kept`, or trajectories that are `resumable`, to go on where they were.
         max_retries: so many times a sample that failed starts again, with a new sample index and under its old id.
         """
-        resumed, again, partials = resumption(resume)
+        resumed, again, partials = resumption(several(resume, "resume"))
         message = checked(
             SubmitBatch,
             id=self._core.new_id(),
             batch_id=batch_id if batch_id is not None else f"batch-{secrets.token_hex(6)}",
-            groups=(*((groups,) if isinstance(groups, Group) else groups), *again),
-            step=None if step is None else int(step),
+            groups=(*((groups,) if isinstance(groups, Group) else several(groups, "groups")), *again),
+            step=step,
             groups_needed=groups_needed,
             min_complete=min_complete,
             surplus=surplus,
@@ -110,9 +110,9 @@ class WorkCalls(Generic[B]):
             observation=None if observation is None else int32(observation, "observation"),
             max_tokens=max_tokens,
             done=done,
-            turn_reward=None if turn_reward is None else float(turn_reward),
-            reward=None if reward is None else float(reward),
-            rewards={name: float(value) for name, value in (rewards or {}).items()},
+            turn_reward=None if turn_reward is None else number(turn_reward, "turn_reward"),
+            reward=None if reward is None else number(reward, "reward"),
+            rewards={name: number(value, f"rewards.{name}") for name, value in mapping(rewards, "rewards").items()},
         )
         yield self._core.answer(message, turn_done.id, timeout)
 
@@ -131,13 +131,8 @@ class WorkCalls(Generic[B]):
         message = checked(
             Cancel,
             id=self._core.new_id(),
-            trajectory_ids=_names(trajectory_ids),
-            group_ids=_names(group_ids),
-            batch_ids=_names(batch_ids),
+            trajectory_ids=several(trajectory_ids, "trajectory_ids"),
+            group_ids=several(group_ids, "group_ids"),
+            batch_ids=several(batch_ids, "batch_ids"),
         )
         return (yield from self._core.ask(message, Ok, timeout)).detail
-
-
-def _names(ids: Sequence[str]) -> tuple[str, ...]:
-    """A text is a sequence too: its letters would be ids that nobody knows, and nothing would be cancelled."""
-    return (ids,) if isinstance(ids, str) else tuple(ids)

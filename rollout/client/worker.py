@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from protocols.errors import Internal
 from protocols.fields import Sampling
 from protocols.replies import Ok, Pong, Scored, Welcome, WorkerStatus
 from protocols.requests import Drain, PauseRequest, Ping, ResumeRequest, Score, StatusRequest
 from rollout.client.call import Call
 from rollout.client.core import Core
-from rollout.client.groups import Ids, checked, int32
+from rollout.client.values import Ids, checked, int32, seconds, several, uint8
 from rollout.client.waiting import Steps
 
 
@@ -40,12 +38,13 @@ class WorkerCalls:
         `logprobs[mode][i]` is float32[L_i], entry 0 NaN. sampled: per sequence uint8[L_i], 1 where presence and
         frequency penalties count the id as sampled.
         """
-        arrays = tuple(int32(ids, f"sequences[{i}]") for i, ids in enumerate(sequences))
+        arrays = tuple(int32(ids, f"sequences[{i}]") for i, ids in enumerate(several(sequences, "sequences")))
+        masks = None if sampled is None else several(sampled, "sampled")
         message = checked(
             Score,
             id=self._core.new_id(),
             sequences=arrays,
-            sampled=None if sampled is None else tuple(np.asarray(mask, np.uint8) for mask in sampled),
+            sampled=None if masks is None else tuple(uint8(mask, f"sampled[{i}]") for i, mask in enumerate(masks)),
             sampling=sampling or Sampling(),
         )
         reply = yield from self._core.ask(message, Scored, timeout)
@@ -77,6 +76,6 @@ class WorkerCalls:
     @Call
     def drain(self, drain_timeout: float, *, timeout: float | None = None) -> Steps[dict[str, int]]:
         """Make the worker refuse new work; returns counts when nothing runs or `drain_timeout` seconds passed."""
-        message = checked(Drain, id=self._core.new_id(), timeout_s=float(drain_timeout))
-        wait = self._core.timeout if timeout is None else timeout
-        return (yield from self._core.ask(message, Ok, wait + drain_timeout)).detail
+        drain_s = seconds(drain_timeout, "drain_timeout")
+        message = checked(Drain, id=self._core.new_id(), timeout_s=drain_s)
+        return (yield from self._core.ask(message, Ok, self._core.wait(timeout) + drain_s)).detail

@@ -183,7 +183,7 @@ def test_an_environment_may_be_given_whole(group: Callable[..., Group]) -> None:
         ({"stop": [""]}, "stop"),
         ({"logprobs": "none"}, "logprobs"),
         ({"logit_bias": {-1: 1.0}}, "logit_bias"),
-        ({"logit_bias": {1: float("inf")}}, "bias_values"),
+        ({"logit_bias": {1: float("inf")}}, "logit_bias"),
         ({"allowed_ids": ["a"]}, "allowed_ids"),
         ({"max_turns": 0}, "max_turns"),
         ({"tool_deadline_s": 0}, "tool_deadline_s"),

@@ -1,0 +1,111 @@
+"""What a caller hands over, to what messages hold; what is something else is refused by the name of its argument.
+
+A number is what Python or numpy calls one: 2.0, True and "2" are no integers, and "2" is no number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import isfinite, nan
+from numbers import Integral, Real
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import ValidationError
+
+from protocols.codec import bad_request
+from protocols.errors import BadRequest
+from protocols.fields import Value
+
+Ids = Sequence[int] | npt.NDArray[np.integer[Any]]
+"""Token ids: a list, a numpy array, or anything that numpy reads as one-dimensional integers."""
+
+V = TypeVar("V", bound=Value)
+D = TypeVar("D", np.int32, np.uint8)
+
+
+def checked(model: type[V], **fields: Any) -> V:
+    """Build a protocol value; what the model refuses is a BadRequest with the field's name."""
+    try:
+        return model(**fields)
+    except ValidationError as error:
+        raise bad_request(error) from None
+
+
+def int32(ids: Any, field: str) -> npt.NDArray[np.int32]:
+    """int32[L] of token ids, copied. Raises BadRequest naming `field`."""
+    if isinstance(ids, str):
+        raise BadRequest(
+            "must be token ids, not text: encode it by the model's tokenizer, or give messages", field=field
+        )
+    return _integers(ids, np.int32, "iu", field)
+
+
+def uint8(values: Any, field: str) -> npt.NDArray[np.uint8]:
+    """uint8[L] of small integers or of a mask, copied. Raises BadRequest naming `field`."""
+    return _integers(values, np.uint8, "iub", field)
+
+
+def _integers(values: Any, dtype: type[D], kinds: str, field: str) -> npt.NDArray[D]:
+    """From 0 to the largest of their dtype."""
+    try:
+        array = np.asarray(values)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise BadRequest(f"must be integers: {error}", field=field) from None
+    if array.ndim != 1 or (array.size and array.dtype.kind not in kinds):
+        raise BadRequest(
+            f"must be one-dimensional integers, not {array.dtype} with {array.ndim} dimension(s)", field=field
+        )
+    largest = np.iinfo(dtype).max
+    if array.size and not 0 <= int(array.min()) <= int(array.max()) <= largest:
+        raise BadRequest(f"must lie in [0, {largest}], found {array.min()} .. {array.max()}", field=field)
+    return array.astype(dtype)
+
+
+def whole(value: Any, field: str) -> int:
+    """Raises BadRequest naming `field`."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise BadRequest(f"must be an integer, not {_shown(value)}", field=field)
+    return int(value)
+
+
+def number(value: Any, field: str) -> float:
+    """A score, which may be a bool or an array of one number too. Raises BadRequest naming `field`."""
+    try:
+        found = nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError):
+        found = nan
+    if not isfinite(found):
+        raise BadRequest(f"must be a finite number, not {_shown(value)}", field=field)
+    return found
+
+
+def seconds(value: Any, field: str) -> float:
+    """How long something may take. Raises BadRequest naming `field`."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise BadRequest(f"must be a number of seconds, not {_shown(value)}", field=field)
+    found = float(value)
+    if not found > 0:
+        raise BadRequest(f"must be positive, not {value}", field=field)
+    return found
+
+
+def several(values: Any, field: str) -> tuple[Any, ...]:
+    """The entries of a list, or one text. Raises BadRequest naming `field`."""
+    if isinstance(values, str):  # its letters would be names that nobody knows
+        return (values,)
+    if isinstance(values, Mapping | bytes) or not isinstance(values, Iterable):
+        raise BadRequest(f"must be a list, not {_shown(values)}", field=field)
+    return tuple(values)
+
+
+def mapping(values: Any, field: str) -> dict[str, Any]:
+    """Nothing is an empty one. Raises BadRequest naming `field`."""
+    if values is not None and not isinstance(values, Mapping):
+        raise BadRequest(f"must be a map, not {_shown(values)}", field=field)
+    return dict(values or {})
+
+
+def _shown(value: Any) -> str:
+    return f"{value!r:.60} ({type(value).__name__})"
