@@ -89,6 +89,8 @@ class Engine:
         if request.stop.strings:
             assert self._token_bytes is not None
             sequence.matcher = StringMatcher(request.stop.strings, self._token_bytes)
+            for token_id in request.token_ids[len(request.token_ids) - request.begun :].tolist():
+                sequence.matcher.push(token_id)
         self._arrivals += 1
         self._live[request.id] = sequence
         self._scheduler.add(sequence)

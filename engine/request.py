@@ -70,6 +70,8 @@ class Request:
     token_ids: int32[L], the whole running sequence (prompt, earlier sampled tokens, observations).
     sampled: bool[L] or None, which of `token_ids` were sampled in earlier turns (presence and frequency
         penalties count those; repetition counts all of `token_ids`). None means none.
+    begun: so many of the last `token_ids` were sampled by this very turn, before it was cut: a stop string may begin in
+        them.
     max_tokens: sampled tokens at most; 0 only together with `prompt_logprobs` (a score).
     order: start of the trajectory; smaller goes first, so that a returning turn precedes new trajectories.
     group: requests of one non-empty group share their prompt; siblings wait while the first one prefills.
@@ -96,6 +98,7 @@ class Request:
     trajectory: str = ""
     goes_on: bool = False
     expected_wait: float = 0.0
+    begun: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,9 +129,8 @@ class Trajectory:
     def request(self) -> Request:
         """The next turn, once `before_turn` has let it pass."""
         spec, index = self._spec, len(self._turns) - self.cut
-        limit = self._turn_limit
-        if limit is not None and self.cut:
-            limit -= self._turns[-1].length
+        begun = self._turns[-1].length if self.cut else 0
+        limit = None if self._turn_limit is None else self._turn_limit - begun
         return Request(
             id=f"{self.key}/{index}",
             token_ids=self._tokens.ids,
@@ -149,6 +148,7 @@ class Trajectory:
             trajectory=self.key,
             goes_on=not self._is_last(index),
             expected_wait=sum(turn.times.tool_wait for turn in self._turns) / index if index else 0.0,
+            begun=begun,
         )
 
     def take(self, request: Request, completion: Completion, times: fields.Times, *, ends_when_cut: bool) -> End | None:

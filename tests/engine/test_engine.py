@@ -108,6 +108,15 @@ def test_a_stop_string_survives_a_preemption(make_host: MakeHost) -> None:
     assert len(ended.token_ids) == 34
 
 
+@pytest.mark.parametrize("begun", [0, 3, 4])
+def test_a_stop_string_may_begin_in_what_the_turn_had_before_it_was_cut(make_host: MakeHost, begun: int) -> None:
+    """And in nothing that was there before the turn."""
+    host = make_host(runner=text(b"P and on"))
+    prompt = list(b"no matter what " + b"xaSTO")
+    ended = host.run(ask("a", prompt, 8, stop=StopRule(strings=(b"STOP",)), begun=begun))["a"]
+    assert (ended.stop, len(ended.token_ids)) == ((b"STOP", 1) if begun else (None, 8))
+
+
 @pytest.mark.parametrize("when", [0, 1, 2, 5, 30])
 def test_an_abort_gives_one_end_with_the_tokens_so_far(make_host: MakeHost, when: int) -> None:
     host = make_host(max_step_tokens=16)
@@ -315,7 +324,7 @@ def test_preempted_after_a_commit_it_is_computed_again_under_the_new_weights(mak
     host.step(5)
     host.engine.commit(lambda: setattr(host.runner, "weights", 5), 2)
     sampled = host.engine._live["a"]
-    known = host.scheduler.table.ids[0, 20:25].tolist()
+    known = host.scheduler.table.sampled["id"][0, 20:25].tolist()
     host.engine._preempt(sampled)
     ended = host.run()["a"]
     assert ended.token_ids[:5].tolist() == known, "a returned token was sampled again"

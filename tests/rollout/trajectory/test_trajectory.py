@@ -335,6 +335,19 @@ def test_an_aborted_turn_ends_the_trajectory_with_what_it_has(reason: Any) -> No
     assert result.segments[0].turns[0].finish_reason == reason
 
 
+def test_a_turn_that_goes_on_asks_for_its_rest_and_says_what_it_began() -> None:
+    t = trajectory()
+    assert turn(t, (20, EOS)) is None
+    assert t.answer(Answer(), fixed_turns=False) is None
+    assert (t.request().begun, t.request().max_tokens) == (0, 8), "the turn before it is another one"
+    assert turn(t, (21, 22, 23), "abort_client") == End("abort_client")
+    assert t.cut
+    assert (t.request().begun, t.request().max_tokens, t.request().id) == (3, 5, "s/t/1")
+    assert turn(t, (24, EOS), "stop") is None
+    assert not t.cut
+    assert [(x.index, x.start, x.length) for x in turns(t)] == [(0, 3, 2), (1, 5, 5)]
+
+
 @pytest.mark.parametrize(
     ("code", "reason", "scope"),
     [
