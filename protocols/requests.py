@@ -33,7 +33,8 @@ class SubmitBatch(RequestMessage):
     """Accepted as a whole or refused as a whole. A repeat with equal content is accepted again and runs once.
 
     groups_needed: end the batch early, when so many groups are complete (capability `early_cut`). Nil, and no
-        min_complete: never; else all of them.
+        min_complete: never; else all of them. 0: at once, so that everything is left over; a batch that had enough
+        when its worker restarted is submitted again so.
     min_complete: `completed` and `truncated` samples that make a group complete; nil means all of its samples.
     surplus: what happens to the rest then. `keep`: they stay in the worker, with their environment, for a later
         `resume`, and have no record until then; `return`: they end as `abort_surplus` with what they have.

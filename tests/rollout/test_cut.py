@@ -206,6 +206,16 @@ def test_what_had_not_begun_is_surplus_too(surplus: str) -> None:
         eventually(lambda: untouched(thread))
 
 
+@pytest.mark.parametrize(("surplus", "ended"), [("keep", []), ("return", ["abort_surplus"] * 2)])
+def test_of_a_batch_that_needs_no_group_everything_is_surplus(surplus: str, ended: list[str]) -> None:
+    with pair(Named(0.05)) as (thread, client):
+        batch = client.submit(group(client, "a", "b"), groups_needed=0, surplus=surplus)  # type: ignore[arg-type]
+        assert [t.finish_reason for t in batch] == ended
+        assert sum(len(kept.trajectory_ids) for kept in batch.kept) == 2 - len(ended)
+        client.cancel(trajectory_ids=["a", "b"])
+        eventually(lambda: untouched(thread))
+
+
 def test_a_batch_that_cannot_have_enough_still_ends_and_says_what_is_short() -> None:
     with worker(Named(0.05)) as served, RawClient(served.address) as client:
         client.hello()
