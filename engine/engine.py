@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 from engine.check import check_request
 from engine.config import EngineConfig
@@ -29,12 +28,6 @@ from engine.step import EMPTY_SUPPORT, Runner, Ticket
 
 GOES_ON: frozenset[FinishReason] = frozenset(("stop", "length", "turn_deadline"))
 """Ends of a turn after which the trajectory may have another one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Flight:
-    scheduled: Scheduled
-    ticket: Ticket
 
 
 class Engine:
@@ -61,7 +54,7 @@ class Engine:
         self._scheduler = Scheduler(config, runner.num_blocks)
         self._stops = StopChecks(runner.vocab_size)
         self._live: dict[str, Live] = {}
-        self._flights: deque[Flight] = deque()
+        self._flights: deque[tuple[Scheduled, Ticket]] = deque()
         self._ended: list[Completion] = []
         self._arrivals = 0
         self._totals = Counter[str]()  # by the names of `EngineStats`
@@ -116,7 +109,7 @@ class Engine:
         """Launch the next step, then finish the one before it. Returns what has ended since the last call."""
         launched = not self.paused and self._launch()
         while len(self._flights) > (1 if launched and self._config.overlap else 0):
-            self._finish(self._flights.popleft())
+            self._finish(*self._flights.popleft())
         return self.take_ended()
 
     def take_ended(self) -> list[Completion]:
@@ -126,7 +119,7 @@ class Engine:
     def drain(self) -> None:
         """Finish every launched step; what ended comes with the next `step`."""
         while self._flights:
-            self._finish(self._flights.popleft())
+            self._finish(*self._flights.popleft())
 
     def pause(self) -> None:
         """Launch no further step until `resume`; requests stay, and may be added and aborted."""
@@ -191,7 +184,7 @@ class Engine:
             return False
         for sequence in scheduled.admitted:
             self._start(sequence)
-        self._flights.append(Flight(scheduled, self._runner.launch(scheduled.plan)))
+        self._flights.append((scheduled, self._runner.launch(scheduled.plan)))
         self._totals["steps_total"] += 1
         for chunk in scheduled.chunks:
             chunk.sequence.computed_tokens += chunk.num_prompt
@@ -223,26 +216,26 @@ class Engine:
         self._stops.start(sequence.slot, sequence.request.stop.ids, sequence.matcher)
         sequence.times.enter("prefill")
 
-    def _finish(self, flight: Flight) -> None:
+    def _finish(self, scheduled: Scheduled, ticket: Ticket) -> None:
         """Read the results of a launched step: append tokens, publish blocks, end what is over."""
-        scheduler, plan = self._scheduler, flight.scheduled.plan
-        output = flight.ticket.wait()
+        scheduler, plan = self._scheduler, scheduled.plan
+        output = ticket.wait()
         scheduler.step_done(plan.step)
-        results = live_results(flight.scheduled, output, scheduler.table)
+        results = live_results(scheduled, output, scheduler.table)
         self._totals["wasted_rows_total"] += plan.num_rows - results.num_live
         self._totals["graph_steps_total"] += output.graph
         self._totals["split_steps_total"] += output.split
         self._totals["padding_rows_total"] += output.padding_rows
         self._totals["sampled_tokens_total"] += len(results.slots)
         scheduler.table.record(results.slots, results.positions, results.token_ids, results.logprobs)
-        scheduler.publish(results.computed_slots, results.computed)
         for sequence, flags in results.failed:
             self._fail(sequence, flags)
-        for sequence in results.prefilled:
-            scheduler.prefill_done(sequence)
-            sequence.times.enter("decode")
-            if sequence.budget == 0:
-                self._end(sequence, "length")
+        for chunk in results.chunks:
+            scheduler.chunk_done(chunk)
+            if chunk.last:
+                chunk.sequence.times.enter("decode")
+                if chunk.sequence.budget == 0:
+                    self._end(chunk.sequence, "length")
         self._end_complete(results.slots, results.positions, results.token_ids)
 
     def _end_complete(self, slots: Int64Array, positions: Int64Array, token_ids: IntArray) -> None:

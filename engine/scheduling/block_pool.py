@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from itertools import islice
 
 KEY_BYTES = 16
 
@@ -39,15 +40,16 @@ class BlockPool:
         self._refs = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
         self._by_key: dict[bytes, int] = {}
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+        self._blank = list(range(num_blocks - 1, 0, -1))  # free, without a key
+        self._cached = OrderedDict[int, None]()  # free, with a key, the least recently used first
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return len(self._blank) + len(self._cached)
 
     @property
     def num_used(self) -> int:
-        return self.num_usable - len(self._free)
+        return self.num_usable - self.num_free
 
     def references(self, block: int) -> int:
         return self._refs[block]
@@ -57,12 +59,13 @@ class BlockPool:
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` blocks, each with one reference. The caller has looked at `num_free` first."""
-        if count > len(self._free):
-            raise ValueError(f"{count} blocks wanted, {len(self._free)} free")
-        blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
+        if count > self.num_free:
+            raise ValueError(f"{count} blocks wanted, {self.num_free} free")
+        self.withdraw([*islice(self._cached, max(0, count - len(self._blank)))])
+        first = len(self._blank) - count
+        blocks, self._blank[first:] = self._blank[first:], []
         for block in blocks:
             self._refs[block] = 1
-        self.withdraw(blocks)
         return blocks
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
@@ -83,7 +86,7 @@ class BlockPool:
         """Add a reference to each block that `find` gave."""
         for block in blocks:
             if self._refs[block] == 0:
-                del self._free[block]
+                del self._cached[block]
             self._refs[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -96,17 +99,19 @@ class BlockPool:
                 raise ValueError(f"block {block} is released but nobody holds it")
             self._refs[block] -= 1
             if self._refs[block] == 0:
-                self._free[block] = None
                 if self._keys[block] is None:
-                    self._free.move_to_end(block, last=False)
+                    self._blank.append(block)
+                else:
+                    self._cached[block] = None
 
-    def publish(self, block: int, key: bytes) -> None:
-        """Name a held, completely computed block. The first block of a key stays the one that is hit."""
-        if self._refs[block] < 1:
-            raise ValueError(f"block {block} is published but nobody holds it")
-        if self._keys[block] is None and key not in self._by_key:
-            self._keys[block] = key
-            self._by_key[key] = block
+    def publish(self, blocks: Iterable[int], keys: Iterable[bytes]) -> None:
+        """Name held, completely computed blocks. The first block of a key stays the one that is hit."""
+        for block, key in zip(blocks, keys, strict=True):
+            if self._refs[block] < 1:
+                raise ValueError(f"block {block} is published but nobody holds it")
+            if self._keys[block] is None and key not in self._by_key:
+                self._keys[block] = key
+                self._by_key[key] = block
 
     def withdraw(self, blocks: Iterable[int]) -> None:
         """Take blocks out of the prefix map: their contents are not to be trusted."""
@@ -116,4 +121,5 @@ class BlockPool:
                 del self._by_key[key]
                 self._keys[block] = None
                 if self._refs[block] == 0:
-                    self._free.move_to_end(block, last=False)
+                    del self._cached[block]
+                    self._blank.append(block)

@@ -54,7 +54,7 @@ class KvHolds:
         return sum(hold.own for hold in self._by_key.values())
 
     def begin(self, sequence: Sequence, blocks: list[int]) -> None:
-        """The turn `sequence` ends, still in its slot; `blocks` are what the next one can hit."""
+        """The turn `sequence` ends, its blocks not yet released; `blocks` are what the next one can hit."""
         request = sequence.request
         own = sum(self._pool.references(block) <= 1 for block in blocks)
         self._pool.acquire(blocks)

@@ -2,47 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from engine.request import BoolArray, FloatArray, Int64Array, IntArray
-from engine.scheduling.scheduled import Scheduled
+from engine.scheduling.scheduled import Chunk, Scheduled
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.slots import SlotTable
 from engine.step import NONFINITE, StepOutput
 
 
-@dataclass(frozen=True, slots=True)
-class Results:
+class Results(NamedTuple):
     """A finished step.
 
     slots, positions: int64[n], token_ids: int32[n], logprobs: float32[3, n]: tokens sampled, and where they go.
-    computed_slots, computed: int64[m]: rows whose KV is good up to `computed` positions.
-    failed: requests that end in an error, with their flags. prefilled: requests whose last chunk this was.
     num_live: rows of the step whose request is still there.
+    failed: requests that end in an error, with their flags. chunks: prefill rows whose KV is good.
     """
 
     slots: Int64Array
     positions: Int64Array
     token_ids: IntArray
     logprobs: FloatArray
-    computed_slots: Int64Array
-    computed: Int64Array
     num_live: int
     failed: tuple[tuple[Sequence, int], ...] = ()
-    prefilled: tuple[Sequence, ...] = ()
+    chunks: tuple[Chunk, ...] = ()
 
 
 def live_results(scheduled: Scheduled, output: StepOutput, table: SlotTable) -> Results:
     """Sort out a step; scores and alternatives go to their sequences here.
 
-    A row whose request has ended since the launch, in a slot that may have a new tenant, is told by its stint.
+    A row whose request has ended since the launch is told by its slot, which is empty or has a later tenant.
     """
     plan, slots, computed = scheduled.plan, scheduled.slots, scheduled.computed
-    live = table.stint[slots] == scheduled.stints
-    if not scheduled.chunks and not table.with_top and live.all() and not output.flags.any():
-        return Results(slots, computed, output.token_ids, output.logprobs, slots, computed, len(slots))
+    live = table.first_step[slots] <= plan.step
+    num_live = int(np.count_nonzero(live))
+    plain = not scheduled.chunks and not table.with_top and not np.count_nonzero(output.flags)
+    if plain and num_live == len(live):
+        return Results(slots, computed, output.token_ids, output.logprobs, num_live)
 
     sampling = plan.samples.nonzero()[0]
     flags = np.zeros(len(live), np.uint8)
@@ -58,15 +56,9 @@ def live_results(scheduled: Scheduled, output: StepOutput, table: SlotTable) -> 
         positions=computed[rows],
         token_ids=output.token_ids[kept],
         logprobs=output.logprobs[:, kept],
-        computed_slots=slots[good],
-        computed=computed[good],
-        num_live=int(np.count_nonzero(live)),
+        num_live=num_live,
         failed=tuple((table.owner(slots[i]), int(flags[i])) for i in (live & ~good).nonzero()[0].tolist()),
-        prefilled=tuple(
-            chunk.sequence
-            for chunk, ok in zip(scheduled.chunks, good[plan.num_decode :], strict=True)
-            if ok and chunk.last
-        ),
+        chunks=tuple(chunk for chunk, ok in zip(scheduled.chunks, good[plan.num_decode :].tolist(), strict=True) if ok),
     )
 
 

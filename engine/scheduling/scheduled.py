@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,8 +12,7 @@ from engine.scheduling.slots import SlotTable
 from engine.step import ScoreChunk, SlotStart, StepPlan
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A prefill row: `size` known ids of a sequence from position `start` on; `last`: up to its end."""
 
     sequence: Sequence
@@ -28,17 +27,14 @@ class Chunk:
         return max(0, min(self.start + self.size, self.sequence.prompt_len) - self.start)
 
 
-@dataclass(frozen=True, slots=True)
-class Scheduled:
+class Scheduled(NamedTuple):
     """A plan with what is needed to read its results.
 
-    slots: int64[R], those of the plan. stints: int64[R], `SlotTable.stint` of each row. computed: int64[R],
-    positions with KV after the step.
+    slots: int64[R], those of the plan. computed: int64[R], positions with KV after the step.
     """
 
     plan: StepPlan
     slots: Int64Array
-    stints: Int64Array
     computed: Int64Array
     admitted: tuple[Sequence, ...]
     chunks: tuple[Chunk, ...]
@@ -59,17 +55,21 @@ def schedule(
         query_lens[len(decode) :] = [c.size for c in chunks]
         samples[len(decode) :] = [c.last and c.sequence.budget > 0 for c in chunks]
         token_ids = np.concatenate([c.sequence.ids[c.start : c.start + c.size] for c in chunks])
-    context_lens = table.computed[slots]
-    computed = context_lens + query_lens
-    block_indptr, block_ids = table.gather_blocks(slots, computed)
+    computed = table.computed[slots]
+    context_lens = computed.astype(np.int32)
+    computed += query_lens
+    block_indptr, block_ids = table.gather_blocks(slots, context_lens + query_lens, len(decode))
     table.computed[slots] = computed
     table.last_step[slots] = step
+    for chunk in chunks:
+        if chunk.last:
+            table.last_position[chunk.slot] = chunk.sequence.last_position
     plan = StepPlan(
         step=step,
         starts=tuple(map(_slot_start, admitted)),
         slots=slots.astype(np.int32),
         num_decode=len(decode),
-        context_lens=context_lens.astype(np.int32),
+        context_lens=context_lens,
         query_lens=query_lens,
         token_ids=token_ids,
         block_indptr=block_indptr,
@@ -79,7 +79,7 @@ def schedule(
             ScoreChunk(row, _targets(chunk)) for row, chunk in enumerate(chunks, len(decode)) if chunk.sequence.to_score
         ),
     )
-    return Scheduled(plan, slots, table.stint[slots], computed, admitted, chunks)
+    return Scheduled(plan, slots, computed, admitted, chunks)
 
 
 def _slot_start(sequence: Sequence) -> SlotStart:

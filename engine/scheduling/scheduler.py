@@ -12,7 +12,6 @@ from bisect import bisect_left, insort
 from collections import deque
 
 from engine.config import BLOCK_SIZE, EngineConfig
-from engine.request import Int64Array
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.kv_holds import KvHolds
 from engine.scheduling.scheduled import Chunk, Scheduled, schedule
@@ -58,9 +57,7 @@ class Scheduler:
     def remove(self, sequence: Sequence, *, trusted: bool = True, goes_on: bool = False) -> None:
         """Forget a sequence wherever it is. trusted: its KV may be hit by others. goes_on: its trajectory may."""
         if sequence.slot is not None:
-            if goes_on and sequence.request.goes_on:
-                self._hold_kv(sequence)
-            self._vacate(sequence, trusted)
+            self._vacate(sequence, trusted=trusted, hold=goes_on and sequence.request.goes_on)
             return
         if not self._remove_from(self._waiting, sequence):
             self._remove_from(self._held[sequence.request.group], sequence)
@@ -85,19 +82,17 @@ class Scheduler:
 
     def preempt(self, sequence: Sequence) -> None:
         """Take everything back from a running sequence; it waits again, by its order, with what it sampled."""
-        self._vacate(sequence, trusted=True)
+        self._vacate(sequence, trusted=True, hold=False)
         sequence.preempted()
         self.add(sequence)
 
     def plan(self, step: int) -> Scheduled | None:
         """The next step, or None when no row can run. Raises OutOfBlocks before anything is changed."""
-        table, decoding = self.table, self.table.decoding()
-        short = table.short_of_block(decoding)
+        decode = self.table.decoding()
+        short = self.table.short_of_block(decode)
         if len(short) > self.pool.num_free:
             raise OutOfBlocks
-        if len(short):
-            table.append_blocks(short, self.pool.allocate(len(short)))
-        decode: Int64Array = decoding.nonzero()[0]
+        self.table.append_blocks(short, self.pool.allocate(len(short)))
         budget = self._config.max_step_tokens - len(decode)
         chunks = []
         for sequence in self._prefilling:
@@ -106,7 +101,7 @@ class Scheduler:
             chunks.append(self._chunk(sequence, budget))
             budget -= chunks[-1].size
         admitted = []
-        while budget > 0 and (started := self._admit()) is not None:
+        while budget > 0 and (started := self._admit(step)) is not None:
             admitted.append(started)
             chunks.append(self._chunk(started, budget))
             budget -= chunks[-1].size
@@ -123,20 +118,17 @@ class Scheduler:
         while self._deferred and self._deferred[0][0] <= step:
             self.pool.release(self._deferred.popleft()[1])
 
-    def publish(self, slots: Int64Array, computed: Int64Array) -> None:
-        """Offer the whole blocks of finished rows, `computed` positions of each, to the prefix cache."""
-        if not self._config.prefix_cache:
-            return
-        for slot, number, block, ids in self.table.take_unhashed(slots, computed):
-            sequence = self.table.owner(slot)
-            if sequence.epoch == self.epoch:
-                self.pool.publish(block, sequence.block_key(number, ids))
+    def chunk_done(self, chunk: Chunk) -> None:
+        """It was computed and read back: offer its whole blocks to the prefix cache.
 
-    def prefill_done(self, sequence: Sequence) -> None:
-        """Its last chunk is finished and published: siblings that waited for it may go."""
-        self._stop_leading(sequence)
+        After the last one siblings that waited for them may go.
+        """
+        sequence, end = chunk.sequence, chunk.start + chunk.size
+        self._publish(sequence, self.table.blocks_of(chunk.slot), chunk.start // BLOCK_SIZE, end // BLOCK_SIZE)
+        if chunk.last:
+            self._stop_leading(sequence)
 
-    def _admit(self) -> Sequence | None:
+    def _admit(self, step: int) -> Sequence | None:
         """Give a slot and blocks to the first waiting sequence that may start; None when it does not fit."""
         at = 0
         while self.table.num_free and at < len(self._waiting):
@@ -154,7 +146,7 @@ class Scheduler:
             del self._waiting[at]
             self.pool.acquire(hits)
             self.holds.end(sequence.request.trajectory)
-            self.table.enter(sequence, hits + self.pool.allocate(fresh), len(hits))
+            self.table.enter(sequence, hits + self.pool.allocate(fresh), len(hits), step)
             sequence.epoch = self.epoch
             if sequence.cached_tokens is None:
                 sequence.cached_tokens = len(hits) * BLOCK_SIZE
@@ -182,17 +174,10 @@ class Scheduler:
                 return True
         return False
 
-    def _hold_kv(self, sequence: Sequence) -> None:
-        """Hold what its next turn can hit: the whole blocks that are computed and read back."""
-        slot = sequence.slot
-        count = int(self.table.hashed[slot])
-        if sequence.epoch != self.epoch or not self._config.prefix_cache or not count:
-            return
-        keys = sequence.prefix_keys(count, self.epoch)
-        # A block that was a duplicate when it was published may be the only one left by now.
-        for block, key in zip(self.table.blocks[slot, :count].tolist(), keys, strict=True):
-            self.pool.publish(block, key)
-        self.holds.begin(sequence, self.pool.find(keys))
+    def _publish(self, sequence: Sequence, blocks: list[int], first: int, end: int) -> None:
+        """Offer the blocks [first, end) of a sequence, each computed to its last position, to the prefix cache."""
+        if self._config.prefix_cache and sequence.epoch == self.epoch:
+            self.pool.publish(blocks[first:end], sequence.prefix_keys(end, self.epoch)[first:])
 
     def _hits(self, sequence: Sequence) -> list[int]:
         """Blocks of its longest cached prefix; the last id is always computed anew."""
@@ -219,12 +204,20 @@ class Scheduler:
         size = min(len(sequence.ids) - start, budget)
         return Chunk(sequence, slot, start, size, start + size == len(sequence.ids))
 
-    def _vacate(self, sequence: Sequence, trusted: bool) -> None:
-        """Empty its slot; its blocks are free once the last step that has its row is done."""
-        last_step = int(self.table.last_step[sequence.slot])
+    def _vacate(self, sequence: Sequence, *, trusted: bool, hold: bool) -> None:
+        """Empty its slot; its blocks are free once the last step that has its row is done.
+
+        Blocks of what it sampled are published only now: nobody can ask for ids that he was not told. The last id has
+        no KV. hold: keep for its next turn what that can hit.
+        """
+        last_step, num_admitted = int(self.table.last_step[sequence.slot]), len(sequence.ids)
         blocks = self.table.leave(sequence)
         if not trusted:
             self.pool.withdraw(blocks)
+        elif len(sequence.ids) > num_admitted:
+            self._publish(sequence, blocks, 0, (len(sequence.ids) - 1) // BLOCK_SIZE)
+        if hold and sequence.epoch == self.epoch and (hits := self._hits(sequence)):
+            self.holds.begin(sequence, hits)
         if last_step > self._done_step:
             self._deferred.append((last_step, blocks))
         else:

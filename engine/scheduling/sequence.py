@@ -84,19 +84,14 @@ class Sequence:
         """Keys of the first `count` whole blocks of `ids` under the weights of `epoch`."""
         if self._key_epoch != epoch:
             self._keys, self._key_epoch = [], epoch
-        done, size = len(self._keys), BLOCK_SIZE * self.ids.itemsize
+        keys, done, size = self._keys, len(self._keys), BLOCK_SIZE * self.ids.itemsize
         if done < count:
             ids = self.ids[done * BLOCK_SIZE : count * BLOCK_SIZE].tobytes()
+            key = keys[-1] if keys else root_key(epoch)
             for at in range(0, len(ids), size):
-                self.block_key(done + at // size, ids[at : at + size])
-        return self._keys[:count]
-
-    def block_key(self, number: int, ids: bytes) -> bytes:
-        """Key of a whole block under the epoch of `prefix_keys`; the keys of all blocks before it were asked for."""
-        keys = self._keys
-        if number == len(keys):
-            keys.append(block_key(keys[-1] if keys else root_key(self._key_epoch), ids))
-        return keys[number]
+                key = block_key(key, ids[at : at + size])
+                keys.append(key)
+        return keys[:count]
 
     def preempted(self) -> None:
         """It has left its slot: note whose KV its tokens were sampled from; a score that was cut starts over."""

@@ -10,6 +10,7 @@ import numpy as np
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.request import Completion, Request, SamplingParams
+from engine.scheduling.slots import NEVER
 from tests.fake_runner import FakeRunner
 
 PIECES = [bytes([i % 256]) for i in range(256)]
@@ -71,7 +72,7 @@ class Host:
         self.run()
         assert self.pool.num_used == 0, "KV blocks leaked"
         assert self.scheduler.table.num_running == 0
-        assert not self.scheduler.table.stint.any()
+        assert (self.scheduler.table.first_step == NEVER).all()
         assert self.scheduler.num_waiting == 0
         assert not self.scheduler._leaders
         assert not self.scheduler._prefilling

@@ -369,7 +369,7 @@ def _break(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
 
         def nameless(self: SlotTable, *args: Any) -> None:
             enter(self, *args)
-            self.stint[args[0].slot] = 1
+            self.first_step[args[0].slot] = 0
 
         monkeypatch.setattr(SlotTable, "enter", nameless)
     elif what == "published when launched":
@@ -377,7 +377,8 @@ def _break(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
 
         def hasty(self: Scheduler, step: int) -> Any:
             if (scheduled := decide(self, step)) is not None:
-                self.publish(scheduled.slots, scheduled.computed)
+                for chunk in scheduled.chunks:
+                    self.chunk_done(chunk)
             return scheduled
 
         monkeypatch.setattr(Scheduler, "plan", hasty)

@@ -49,8 +49,7 @@ def test_keys_depend_on_epoch_parent_and_ids() -> None:
 def test_blocks_without_a_name_go_first_then_the_least_recently_used_tail_first() -> None:
     pool = BlockPool(8)
     first, second, plain = pool.allocate(3), pool.allocate(2), pool.allocate(2)
-    for block, key in zip(first + second, KEYS, strict=False):
-        pool.publish(block, key)
+    pool.publish(first + second, KEYS[:5])
     pool.release(first)
     pool.release(plain)
     pool.release(second)
@@ -62,7 +61,7 @@ def test_a_hit_makes_a_block_recent_again() -> None:
     pool = BlockPool(4)
     a, b, c = pool.allocate(3)
     for block, key in zip((a, b, c), KEYS, strict=False):
-        pool.publish(block, key)
+        pool.publish([block], [key])
         pool.release([block])
     hit = pool.find(KEYS[:1])
     assert hit == [a]
@@ -74,8 +73,7 @@ def test_a_hit_makes_a_block_recent_again() -> None:
 def test_an_evicted_block_is_no_longer_found() -> None:
     pool = BlockPool(3)
     a, b = pool.allocate(2)
-    pool.publish(a, KEYS[0])
-    pool.publish(b, KEYS[1])
+    pool.publish([a, b], KEYS[:2])
     pool.release([a, b])
     assert pool.allocate(1) == [b], "the tail goes first"
     assert pool.find(KEYS[:2]) == [a]
@@ -84,8 +82,7 @@ def test_an_evicted_block_is_no_longer_found() -> None:
 def test_find_stops_at_the_first_gap() -> None:
     pool = BlockPool(4)
     blocks = pool.allocate(3)
-    pool.publish(blocks[0], KEYS[0])
-    pool.publish(blocks[2], KEYS[2])
+    pool.publish([blocks[0], blocks[2]], [KEYS[0], KEYS[2]])
     assert pool.find(KEYS[:3]) == blocks[:1]
     assert pool.find([]) == []
 
@@ -93,14 +90,12 @@ def test_find_stops_at_the_first_gap() -> None:
 def test_the_first_block_of_a_key_stays_the_one_that_is_hit() -> None:
     pool = BlockPool(4)
     a, b = pool.allocate(2)
-    pool.publish(a, KEYS[0])
-    pool.publish(b, KEYS[0])
-    pool.publish(a, KEYS[1])
+    pool.publish([a, b, a], [KEYS[0], KEYS[0], KEYS[1]])
     assert pool.find(KEYS[:1]) == [a]
     assert pool.key(b) is None
     assert pool.find(KEYS[1:2]) == []
     with pytest.raises(ValueError, match="nobody holds it"):
-        pool.publish(3, KEYS[2])
+        pool.publish([3], KEYS[2:3])
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -146,7 +141,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data(), key=st.sampled_from(KEYS))
     def publish(self, data: st.DataObject, key: bytes) -> None:
         block = data.draw(st.sampled_from([b for holder in self.holders for b in holder]))
-        self.pool.publish(block, key)
+        self.pool.publish([block], [key])
         if block not in self.names.values():
             self.names.setdefault(key, block)
 

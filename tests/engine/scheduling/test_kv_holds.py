@@ -40,7 +40,7 @@ class Bench:
         blocks = self.pool.allocate(count)
         for block in blocks:
             self._keys = block_key(self._keys, bytes(64))
-            self.pool.publish(block, self._keys)
+            self.pool.publish([block], [self._keys])
         self.holds.begin(sequence, blocks)
         self.pool.release(blocks)
         self.holds.returned(name, returned)
