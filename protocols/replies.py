@@ -111,7 +111,8 @@ class WorkerStatus(ReplyMessage):
     """The answer to `status`: one look at the worker.
 
     engine: gauges and counters by name.
-    wire: gauges and counters by name.
+    wire: gauges and counters by name. waiting_for_weights: trajectories whose min_version does not serve yet;
+        wanted_version: the lowest of those, where there are any.
     environments: of the processes that environments and tools run in, gauges and counters by name.
     """
 
@@ -131,9 +132,11 @@ class WorkerStatus(ReplyMessage):
 
     def __repr__(self) -> str:
         """For a person, in a line; the gauges and counters are there to be asked for by name."""
+        wanted, waiting = self.wire.get("wanted_version"), self.wire.get("waiting_for_weights", 0.0)
+        weights = "" if wanted is None else f" ({waiting:.0f} for weights {wanted:.0f} or later)"
         return (
             f"WorkerStatus({self.state}, weights {self.weight_version}, {self.trajectories_running} running,"
-            f" {self.trajectories_waiting} waiting, {self.results_unacknowledged} to acknowledge,"
+            f" {self.trajectories_waiting} waiting{weights}, {self.results_unacknowledged} to acknowledge,"
             f" {self.sessions} session(s), up {self.uptime_s:.0f} s)"
         )
 

@@ -50,6 +50,11 @@ class Admission:
         """Trajectories whose min_version has not come, at most: some may have left the queue."""
         return len(self._too_new)
 
+    @property
+    def wanted_version(self) -> int | None:
+        """The lowest that they wait for."""
+        return self._too_new[0][0] if self._too_new else None
+
     def check(self, count: int) -> None:
         """Raises Overloaded if `count` more cannot wait."""
         if self.waiting + count > self._max_waiting:

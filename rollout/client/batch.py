@@ -12,7 +12,7 @@ from protocols.errors import BadRequest
 from protocols.fields import Group
 from protocols.replies import TurnDone
 from rollout.client.core import Core
-from rollout.client.ledger import Item
+from rollout.client.ledger import Item, weights_wait
 from rollout.client.resumption import merged
 from rollout.client.trajectory import Trajectory
 from rollout.client.waiting import End, Mailbox, Steps, arun, run
@@ -71,7 +71,9 @@ class BatchView:
             self._core.give_up(self.batch_id, self._mailbox)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.batch_id!r}, {self.ended} of {len(self)} ended)"
+        serving = self._core.serving
+        wait = "" if serving is None else weights_wait(self.submitted, self._mailbox.left, serving)
+        return f"{type(self).__name__}({self.batch_id!r}, {self.ended} of {len(self)} ended{wait and f', {wait}'})"
 
     def _next(self, in_hand: Sequence[Trajectory]) -> Steps[Trajectory | TurnDone | End]:
         """Acknowledge what the caller has finished with, then wait for the next item."""

@@ -60,6 +60,8 @@ class Core:
         self._timeout = timeout = seconds(timeout, "timeout")
         reconnect_timeout = seconds(reconnect_timeout, "reconnect_timeout")
         self.welcome: Welcome | None = None
+        self.serving: int | None = None
+        """Version of the worker's weights, as it last said."""
         self._session = session
         self._prefix = secrets.token_hex(4)
         self._numbers = itertools.count()
@@ -79,6 +81,7 @@ class Core:
             new_id=self.new_id,
             ack=lambda trajectory_id: self.ack([trajectory_id]),
             published=self._publish,
+            served=self._serve,
         )
         self._thread = threading.Thread(
             target=self._run, args=(loop, curve, wakeup), name=f"rollout-client {address}", daemon=True
@@ -182,6 +185,9 @@ class Core:
 
     def _publish(self, welcome: Welcome) -> None:
         self.welcome = welcome
+
+    def _serve(self, version: int) -> None:
+        self.serving = version
 
     # The I/O thread
 

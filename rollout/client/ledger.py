@@ -6,6 +6,7 @@ least once; `receive` says which of them is the first.
 
 from __future__ import annotations
 
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -48,7 +49,8 @@ class Kept:
     groups: the message's and those of the trajectories that it resumes, by id. counted: samples of them that have
     come and count towards min_complete.
     request_id: of the submit that its events name; retired: of those before a restart. unreadable: it was told that
-    its events cannot be read. refusal: what the worker said when it was to start again.
+    its events cannot be read. refusal: what the worker said when it was to start again. since: when it was submitted,
+    by the monotonic clock. late: it has been said that it waits for weights.
     """
 
     message: SubmitBatch
@@ -62,6 +64,8 @@ class Kept:
     given_up: bool = False
     unreadable: bool = False
     refusal: RolloutError | None = None
+    since: float = field(default_factory=time.monotonic)
+    late: bool = False
     cancelled: set[str] = field(default_factory=set)
     trajectories: dict[str, Open] = field(default_factory=dict)
 
@@ -137,6 +141,17 @@ class Ledger:
     def untell(self, error: RolloutError) -> None:
         for kept in self.batches.values():
             kept.mailbox.clear_error(error)
+
+    def late(self, serving: int, seconds: float) -> list[str]:
+        """What to say, once a batch, of those that have waited so long for other weights than these."""
+        found = []
+        for batch_id, kept in self.batches.items():
+            if kept.late or time.monotonic() < kept.since + seconds or kept.given_up:
+                continue
+            if wait := weights_wait(kept.groups.values(), len(kept.open_ids), serving):
+                kept.late = True
+                found.append(f"batch {batch_id}: {wait}")
+        return found
 
     def owner(self, trajectory_id: str) -> Kept | None:
         return self._owner.get(trajectory_id)
@@ -247,6 +262,14 @@ class Ledger:
         partials = tuple(record for record in kept.message.partials if record.trajectory_id in names)
         again = {"id": new_id, "groups": groups, "resume": (), "partials": partials}
         return kept.message.model_copy(update=again | kept.still_needed(len(groups)))
+
+
+def weights_wait(groups: Iterable[Group], left: int, serving: int) -> str:
+    """Which of the `left` trajectories of these groups cannot start under the weights that serve; "" if none."""
+    wanted = [group for group in groups if group.min_version is not None and group.min_version > serving]
+    count = min(left, sum(len(group.trajectory_ids) for group in wanted))
+    lowest = min((group.min_version or 0 for group in wanted), default=0)
+    return f"{count} wait for weights of version {lowest}, the worker serves {serving}" if count else ""
 
 
 def _part(group: Group, names: set[str]) -> Group | None:

@@ -14,21 +14,25 @@ from typing import Any
 from protocols.codec import encode
 from protocols.errors import BadRequest, Internal, RolloutError, Timeout, from_failure
 from protocols.fields import Group
-from protocols.replies import ErrorReply, Ok, Reply, WeightsCommitted, Welcome, is_event
+from protocols.replies import ErrorReply, Ok, Pong, Reply, WeightsCommitted, Welcome, WorkerStatus, is_event
 from protocols.requests import AbortWeightsRequest, Cancel, PrepareWeightsRequest, RequestMessage, SubmitBatch
-from rollout.client.connection import FOREVER, Connection
+from rollout.client.connection import Connection
 from rollout.client.delivery import Delivery
 from rollout.client.ledger import Item, Ledger
 from rollout.client.link import Link
-from rollout.client.pending import Pending, PendingTable
+from rollout.client.pending import Greeted, Pending, PendingTable
 from rollout.client.recovery import Recovery
 from rollout.client.waiting import Mailbox, fail, settle
 
 log = logging.getLogger(__name__)
 
+LATE_S = 10.0
+"""Whoever waits so long for weights should know for which."""
+
 
 class Loop:
-    """Every method runs on the I/O thread. published: called with each welcome, for other threads to read."""
+    """Every method runs on the I/O thread. published, served: called with each welcome, and with the version of the
+    weights whenever the worker says it, for other threads to read."""
 
     def __init__(
         self,
@@ -41,17 +45,19 @@ class Loop:
         new_id: Callable[[], str],
         ack: Callable[[str], None],
         published: Callable[[Welcome], None],
+        served: Callable[[int], None],
     ) -> None:
         self._new_id = new_id
         self._link = link
         self._reconnect_timeout = reconnect_timeout
         self._published = published
+        self._served = served
         self._connection = Connection(link, self, name=name, session=session, timeout=timeout, new_id=new_id)
         self._ledger = Ledger()
         self._delivery = Delivery(self._ledger, ack=ack, new_id=new_id)
         self._recovery = Recovery(self._ledger, ask=self._ask, new_id=new_id, timeout=timeout)
         self._pending = PendingTable()
-        self._greeted: list[tuple[Future[Welcome], float, float]] = []
+        self._greeted = Greeted()
         self._welcome: Welcome | None = None
         self._ready = False
         self._fatal: RolloutError | None = None  # no worker will ever answer
@@ -77,15 +83,12 @@ class Loop:
         """Tell everybody who waits that nothing more will come."""
         for pending in self._pending.take_all():
             fail(pending.future, error)
-        for future, _, _ in self._greeted:
-            fail(future, error)
-        self._greeted.clear()
+        self._greeted.fail(lambda _: error)
         self._ledger.tell(error)
 
     def _next_deadline(self) -> float:
-        greeted = min((deadline for _, deadline, _ in self._greeted), default=FOREVER)
         return min(
-            greeted,
+            self._greeted.next_deadline(),
             self._connection.next_deadline(),
             self._pending.next_deadline(),
             self._recovery.procedures.next_deadline(),
@@ -94,9 +97,7 @@ class Loop:
     def _tick(self, now: float) -> None:
         for pending in self._pending.take_expired(now):
             self._expire(pending)
-        for future, _, timeout in [entry for entry in self._greeted if entry[1] <= now]:
-            fail(future, self._connection.no_worker(timeout))
-        self._greeted = [entry for entry in self._greeted if entry[1] > now]
+        self._greeted.fail(self._connection.no_worker, now)
         self._recovery.procedures.wake(now)
         away = now - self._connection.down_since
         if not self._connection.up and self._fatal is None and self._notice is None and away >= self._reconnect_timeout:
@@ -143,7 +144,7 @@ class Loop:
         elif self._welcome is not None:
             settle(future, self._welcome)
         else:
-            self._greeted.append((future, time.monotonic() + timeout, timeout))
+            self._greeted.add(future, timeout)
 
     def acknowledge(self, trajectory_ids: list[str]) -> None:
         self._delivery.acknowledge(trajectory_ids)
@@ -173,9 +174,8 @@ class Loop:
         self._welcome = welcome
         self._delivery.connected()
         self._published(welcome)
-        for future, _, _ in self._greeted:
-            settle(future, welcome)
-        self._greeted.clear()
+        self._served(welcome.weight_version)
+        self._greeted.settle(welcome)
         if self._notice is not None:
             self._ledger.untell(self._notice)
             self._notice = None
@@ -205,6 +205,8 @@ class Loop:
         self.finish(error)
 
     def received(self, message: Reply) -> None:
+        if isinstance(message, Pong | WorkerStatus):
+            self._told_version(message.weight_version)
         if is_event(message):
             self._delivery.event(message)
         elif isinstance(message, ErrorReply) and message.error.code == "not_ready" and message.error.scope == "session":
@@ -231,6 +233,11 @@ class Loop:
     def pinged(self) -> None:
         self._flush(report=True)
 
+    def _told_version(self, version: int) -> None:
+        self._served(version)
+        for line in self._ledger.late(version, LATE_S):
+            log.warning("%s: update_weights, or cancel them", line)
+
     def _reply(self, pending: Pending, message: Reply) -> None:
         if isinstance(message, ErrorReply):
             self._error_reply(pending, message)
@@ -241,6 +248,8 @@ class Loop:
                 self.give_up(pending.kept.message.batch_id, pending.kept.mailbox)
         if isinstance(pending.message, Cancel):
             self._ledger.cancelled(pending.message)
+        if isinstance(message, WeightsCommitted):
+            self._served(message.version)
         if isinstance(message, WeightsCommitted) and self._recovery.committed(message):
             self._resubmit()
         settle(pending.future, message)

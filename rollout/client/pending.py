@@ -1,14 +1,18 @@
-"""Requests that wait for their reply, in the order they were made."""
+"""Requests that wait for their reply, in the order they were made, and whoever waits for the welcome."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from protocols.errors import RolloutError
+from protocols.replies import Welcome
 from protocols.requests import RequestMessage
 from rollout.client.ledger import Kept
+from rollout.client.waiting import fail, settle
 
 
 @dataclass(slots=True, eq=False)
@@ -65,3 +69,27 @@ class PendingTable:
 
     def next_deadline(self) -> float:
         return self._look_at if self._by_id else float("inf")
+
+
+class Greeted:
+    """Futures that the first welcome settles, each with the seconds that it may take."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[float, float, Future[Welcome]]] = []
+
+    def add(self, future: Future[Welcome], timeout: float) -> None:
+        self._waiting.append((time.monotonic() + timeout, timeout, future))
+
+    def settle(self, welcome: Welcome) -> None:
+        for _, _, future in self._waiting:
+            settle(future, welcome)
+        self._waiting.clear()
+
+    def fail(self, error: Callable[[float], RolloutError], now: float = float("inf")) -> None:
+        """Those whose time is up; without `now`, all. error: after so many seconds."""
+        for _, timeout, future in (entry for entry in self._waiting if entry[0] <= now):
+            fail(future, error(timeout))
+        self._waiting = [entry for entry in self._waiting if entry[0] > now]
+
+    def next_deadline(self) -> float:
+        return min((deadline for deadline, _, _ in self._waiting), default=float("inf"))

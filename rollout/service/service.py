@@ -267,6 +267,7 @@ class Service:
 
     def _wire(self) -> dict[str, float]:
         senders = [connection.sender for connection in self.sessions.connections]
+        wanted = self.runs.admission.wanted_version
         return {
             "rx_bytes": self._channel.rx_bytes,
             "tx_bytes": self._channel.tx_bytes,
@@ -277,6 +278,7 @@ class Service:
             "kept_bytes": self.runs.admission.kept_bytes,
             "kept": self.runs.admission.kept,
             "waiting_for_weights": self.runs.admission.waiting_for_weights,
+            **({} if wanted is None else {"wanted_version": wanted}),
             "unreadable": self._unreadable.total,
             "undeliverable": self._undeliverable.total,
             "clients_gone": self._gone,

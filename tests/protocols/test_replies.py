@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from protocols import Chunk, TurnDone, WeightsProgress, bad_request, is_event
+from protocols import Chunk, TurnDone, WeightsProgress, WorkerStatus, bad_request, is_event
 from protocols.codec import REPLIES
 from tests.protocols import samples
 from tests.protocols.samples import floats, ids
@@ -53,3 +53,29 @@ def test_progress_is_a_share(fraction: float) -> None:
 def test_a_chunk_holds_something() -> None:
     with pytest.raises(ValidationError):
         Chunk(id="1", of=0, offset=0, data=())
+
+
+@pytest.mark.parametrize(
+    ("wire", "says"),
+    [
+        ({}, "3 running, 9 waiting, 2 to acknowledge"),
+        ({"waiting_for_weights": 4.0, "wanted_version": 7.0}, "9 waiting (4 for weights 7 or later), 2 to acknowledge"),
+    ],
+)
+def test_a_status_says_in_a_line_what_is_waited_for(wire: dict[str, float], says: str) -> None:
+    status = WorkerStatus(
+        id="1",
+        state="ready",
+        boot_id="b",
+        uptime_s=61.4,
+        weight_version=6,
+        weight_digest="d",
+        trajectories_running=3,
+        trajectories_waiting=9,
+        results_unacknowledged=2,
+        sessions=1,
+        wire=wire,
+    )
+    assert str(status).startswith("WorkerStatus(ready, weights 6, 3 running")
+    assert says in str(status)
+    assert str(status).endswith("1 session(s), up 61 s)")

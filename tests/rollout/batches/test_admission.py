@@ -81,12 +81,14 @@ def test_what_waits_for_a_version_is_stepped_over_and_comes_back_in_its_order() 
     old = queue.add(min_version=1)
     any_ = queue.add()
     assert queue.start(version=1) == [old, any_]
+    assert (queue.admission.waiting_for_weights, queue.admission.wanted_version) == (1, 5)
     later = queue.add()
     assert queue.start(version=4) == [later]
     queue.admission.ended(old, 0)
     last = queue.add()
     queue.admission.ended(any_, 0)
     assert queue.start(version=5) == [new, last]
+    assert (queue.admission.waiting_for_weights, queue.admission.wanted_version) == (0, None)
 
 
 def test_what_is_about_to_end_is_not_started() -> None:

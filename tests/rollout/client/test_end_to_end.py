@@ -96,6 +96,21 @@ def test_weights_scores_and_refusals() -> None:
             client.submit(client.group([1], environment="nobody has this"))
 
 
+def test_work_that_waits_for_weights_says_so_and_for_which() -> None:
+    with worker() as served, connected(served) as client:
+        batch = client.submit([client.group([1], n=2, max_tokens=2, min_version=v) for v in (8, 7)])
+        eventually(lambda: "4 waiting (4 for weights 7 or later)" in repr(client.status()))
+        assert repr(batch).endswith("0 of 4 ended, 4 wait for weights of version 7, the worker serves 0)")
+        client.update_weights("/w/7", 7)
+        eventually(lambda: batch.ended == 2)
+        assert repr(batch).endswith("2 of 4 ended, 2 wait for weights of version 8, the worker serves 7)")
+        assert "2 waiting (2 for weights 8 or later)" in repr(client.status())
+        client.update_weights("/w/8", 8)
+        assert len(batch.results(timeout=10)) == 4
+        assert repr(batch).endswith("4 of 4 ended)")
+        assert "wanted_version" not in client.status().wire
+
+
 def test_cancel_pause_and_drain(later: Later) -> None:
     with worker(TimedEngine(seconds_per_token=0.01)) as served, connected(served) as client:
         group = client.group([1], n=3, max_tokens=10_000)

@@ -1,0 +1,103 @@
+"""A client from its address to its end."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from protocols import BadRequest, Cancel
+from rollout.client import ClientClosed, RolloutClient
+from tests.rollout.client.fake_worker import FakeWorker
+
+Start = Callable[..., FakeWorker]
+Connect = Callable[..., RolloutClient]
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 loopback")
+def test_ipv6_addresses(start: Start, connect: Connect) -> None:
+    assert connect(start("tcp://[::1]:*")).ping().boot_id == "boot-1"
+
+
+def test_ipc_addresses(start: Start, connect: Connect, tmp_path: Path) -> None:
+    assert connect(start(f"ipc://{tmp_path}/worker")).ping().boot_id == "boot-1"
+
+
+def test_use_after_close_raises(start: Start, connect: Connect) -> None:
+    worker = start(hold=True)
+    client = connect(worker)
+    group = client.group([1], n=2)
+    batch = client.submit(group)
+    worker.finish(group.trajectory_ids[0])
+    client.ping()  # the record came before its answer
+    client.close()
+    client.close()
+    for call in (client.ping, lambda: client.submit(client.group([1])), lambda: next(iter(batch))):
+        with pytest.raises(ClientClosed):
+            call()
+    worker.wait_for(lambda: worker.of(Cancel))
+    assert worker.of(Cancel)[0].trajectory_ids == group.trajectory_ids[1:]
+
+
+def test_closing_with_open_work_says_so(start: Start, connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
+    client = connect(start(hold=True))
+    batch = client.submit(client.group([1], n=2))
+    client.close()
+    assert "2 trajectories open" in caplog.text
+    del batch
+
+
+def test_closing_without_cancel_leaves_the_work_to_the_session(start: Start, connect: Connect) -> None:
+    worker = start(hold=True)
+    first = connect(worker)
+    group = first.group([1], n=2, id="g")
+    batch = first.submit(group, batch_id="b")
+    first.close(cancel=False)
+    with pytest.raises(ClientClosed):
+        next(iter(batch))
+    assert not worker.of(Cancel)
+    second = connect(worker, session=first.session)
+    assert second.connect().resumed
+    assert second.session == first.session
+    batch = second.submit(group, batch_id="b")
+    worker.finish()
+    assert len(batch.results()) == 2
+
+
+def test_closing_wakes_whoever_waits(start: Start, connect: Connect) -> None:
+    client = connect(start(hold=True))
+    batch = client.submit(client.group([1]))
+    errors: list[BaseException] = []
+
+    def iterate() -> None:
+        try:
+            next(iter(batch))
+        except ClientClosed as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=iterate)
+    thread.start()
+    client.close()
+    thread.join(10)
+    assert len(errors) == 1
+
+
+def test_bad_addresses_and_options_are_refused_at_once() -> None:
+    for address in ("127.0.0.1:5557", "tcp://nowhere", "inproc://x", "tcp://a b:1", ""):
+        with pytest.raises(BadRequest, match="address"):
+            RolloutClient(address)
+    for options in ({"timeout": 0}, {"reconnect_timeout": -1}, {"curve_public_key": "x"}, {"curve_server_key": "x"}):
+        with pytest.raises(BadRequest):
+            RolloutClient("tcp://127.0.0.1:1", **options)  # type: ignore[arg-type]
