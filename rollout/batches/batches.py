@@ -130,7 +130,7 @@ class Batches:
     def _group(self, batch: Batch, spec: Group, content: bytes) -> SubmittedGroup:
         seed = secrets.randbits(64) if spec.sampling.seed is None else spec.sampling.seed
         largest = largest_record(spec, self._max_context)
-        if batch.target.resumable:
+        if batch.target.cuts:
             largest += state_bytes(spec, self._max_context)
         serving = self._runs.version()
         if spec.min_version is not None and spec.min_version > serving:

@@ -51,16 +51,12 @@ class Target:
 
     @property
     def cuts(self) -> bool:
+        """Then a trajectory may have to go on elsewhere: what is to be kept is returned where there is no room."""
         return self.groups_needed is not None or self.min_complete is not None
 
     def differs(self, other: Target) -> str | None:
         """The first field in which it does."""
         return next((f.name for f in fields(self) if getattr(self, f.name) != getattr(other, f.name)), None)
-
-    @property
-    def resumable(self) -> bool:
-        """May a trajectory have to go on elsewhere, and its environment to say its state?"""
-        return self.cuts and self.surplus == "return"
 
 
 @dataclass(slots=True, eq=False)
@@ -239,7 +235,7 @@ class Member:
             accepted=self.accepted,
             retries=self.retries,
             before=self.before,
-            resumable=self.batch.target.resumable,
+            resumable=self.batch.target.cuts,
         )
 
     def end(self, reason: TrajectoryReason, version: int) -> End:

@@ -9,7 +9,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -130,7 +130,10 @@ async def steps(**wanted: Any) -> tuple[int, list[Record], BatchDone]:
     while batch.count.open:
         engine.step()
         count += 1
-        await soon(lambda: service.runs.admission.running == len(engine.live))
+        # What is surplus ends without a further step.
+        await soon(
+            lambda: service.runs.admission.running == len(engine.live) and not (batch.satisfied and batch.count.open)
+        )
     records = [member.record for member in session.trajectories.values() if member.record is not None]
     return count, records, batch.done().message()  # type: ignore[return-value]
 
@@ -558,16 +561,19 @@ class Forgetful(Environment):
 PLUGINS = (f"counting={HERE}:Counting", f"forgetful={HERE}:Forgetful")
 
 
-def returned(client: RolloutClient, environment: str) -> Trajectory:
+def returned(client: RolloutClient, environment: str, surplus: Literal["keep", "return"] = "return") -> Trajectory:
     slow = group(client, "slow", name="h", environment=environment, on_length="continue")
     quick = group(client, "a", name="g", environment="counting", on_length="continue")
-    batch = client.submit([quick, slow], groups_needed=1, surplus="return")
+    batch = client.submit([quick, slow], groups_needed=1, surplus=surplus)
     return next(t for t in batch if t.trajectory_id == "slow")
 
 
-def test_an_environment_that_says_its_state_goes_on_in_another_worker() -> None:
-    with pair(Named(0.01), what=served(env=PLUGINS)) as (_, client):
-        t = returned(client, "counting")
+@pytest.mark.parametrize("surplus", ["return", "keep"])
+def test_an_environment_that_says_its_state_goes_on_in_another_worker(surplus: Literal["keep", "return"]) -> None:
+    """And so does what was to be kept where there is no room for it."""
+    small = Limits(result_bytes=300_000)
+    with pair(Named(0.01), what=served(env=PLUGINS, max_context=512), limits=small) as (_, client):
+        t = returned(client, "counting", surplus)
         assert t.resumable
     with pair(TimedEngine(), what=served(env=PLUGINS)) as (thread, client):
         (done,) = client.submit(resume=[t])
