@@ -89,11 +89,6 @@ class Assembler:
         self._limits = limits
         self._open: dict[int, _Partial] = {}
 
-    @property
-    def open_messages(self) -> int:
-        """Messages of which a part is still to come."""
-        return len(self._open)
-
     def feed(self, frames: Sequence[Frame]) -> Reply | None:
         """The message that these frames are or complete; None while parts are missing.
 

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -18,8 +19,8 @@ from rollout.client.trajectory import Trajectory
 from rollout.client.waiting import End, Mailbox, Steps, arun, run
 
 
-class BatchView:
-    """What both faces of a batch share. Dropping the last reference to one is like `close`."""
+class BatchView(ABC):
+    """What both faces of a batch share, its documentation too. Dropping the last reference to one is like `close`."""
 
     def __init__(
         self,
@@ -62,6 +63,19 @@ class BatchView:
         """
         return self._mailbox.kept
 
+    @abstractmethod
+    def events(self) -> Iterator[Item] | AsyncIterator[Item]:
+        """Also yields each `TurnDone` of a trajectory in the environment "remote", to be answered by `continue_`."""
+
+    @abstractmethod
+    def groups(self) -> Iterator[list[Trajectory]] | AsyncIterator[list[Trajectory]]:
+        """Whole groups as each ends, its trajectories in sample order; last, those of which some were kept."""
+
+    @abstractmethod
+    def results(self, timeout: float | None = None) -> list[Trajectory] | Awaitable[list[Trajectory]]:
+        """All that has not been yielded yet, in request order, when it has ended. Raises Timeout after `timeout`
+        seconds; nothing is lost by that."""
+
     def close(self) -> None:
         """Give the rest up: cancel what runs, drop what has not been yielded. Does nothing after the last one."""
         self._core.give_up(self.batch_id, self._mailbox)
@@ -75,7 +89,7 @@ class BatchView:
         wait = "" if serving is None else weights_wait(self.submitted, self._mailbox.left, serving)
         return f"{type(self).__name__}({self.batch_id!r}, {self.ended} of {len(self)} ended{wait and f', {wait}'})"
 
-    def _next(self, in_hand: Sequence[Trajectory]) -> Steps[Trajectory | TurnDone | End]:
+    def _next(self, in_hand: Sequence[Trajectory]) -> Steps[Item | End]:
         """Acknowledge what the caller has finished with, then wait for the next item."""
         if self._auto_ack and in_hand:
             self._core.ack([trajectory.trajectory_id for trajectory in in_hand])
@@ -151,8 +165,7 @@ class Batch(BatchView):
             yield item
             in_hand = (item,)
 
-    def events(self) -> Iterator[Trajectory | TurnDone]:
-        """Also yields each `TurnDone` of a trajectory in the environment "remote", to be answered by `continue_`."""
+    def events(self) -> Iterator[Item]:
         in_hand: tuple[Trajectory, ...] = ()
         while not isinstance(item := run(self._next(in_hand)), End):
             self._one_by_one = True
@@ -160,15 +173,12 @@ class Batch(BatchView):
             in_hand = () if isinstance(item, TurnDone) else (item,)
 
     def groups(self) -> Iterator[list[Trajectory]]:
-        """Whole groups as each ends, its trajectories in sample order; last, those of which some were kept."""
         in_hand: list[Trajectory] = []
         while not isinstance(group := run(self._next_group(in_hand)), End):
             yield group
             in_hand = group
 
     def results(self, timeout: float | None = None) -> list[Trajectory]:
-        """All that has not been yielded yet, in request order, when it has ended. Raises Timeout after `timeout`
-        seconds; nothing is lost by that."""
         return run(self._rest(), timeout)
 
     def __enter__(self) -> Self:
@@ -190,8 +200,7 @@ class AsyncBatch(BatchView):
             yield item
             in_hand = (item,)
 
-    async def events(self) -> AsyncIterator[Trajectory | TurnDone]:
-        """Also yields each `TurnDone` of a trajectory in the environment "remote", to be answered by `continue_`."""
+    async def events(self) -> AsyncIterator[Item]:
         in_hand: tuple[Trajectory, ...] = ()
         while not isinstance(item := await arun(self._next(in_hand)), End):
             self._one_by_one = True
@@ -199,15 +208,12 @@ class AsyncBatch(BatchView):
             in_hand = () if isinstance(item, TurnDone) else (item,)
 
     async def groups(self) -> AsyncIterator[list[Trajectory]]:
-        """Whole groups as each ends, its trajectories in sample order; last, those of which some were kept."""
         in_hand: list[Trajectory] = []
         while not isinstance(group := await arun(self._next_group(in_hand)), End):
             yield group
             in_hand = group
 
     async def results(self, timeout: float | None = None) -> list[Trajectory]:
-        """All that has not been yielded yet, in request order, when it has ended. Raises Timeout after `timeout`
-        seconds; nothing is lost by that."""
         return await arun(self._rest(), timeout)
 
     async def __aenter__(self) -> Self:

@@ -73,7 +73,7 @@ def parse_known(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[st
     if unknown:
         name = next((part for part in unknown if part.startswith("-")), unknown[0]).partition("=")[0]
         hint = suggestion(name, [*flags(parser), *COMMANDS])
-        before = dict(zip(argv[1:], argv, strict=False)).get(unknown[0], "")
+        before = ["", *argv][list(argv).index(unknown[0])]
         if unknown[0] in ("yes", "no", "on", "off", "true", "false") and f"--no-{before[2:]}" in flags(parser):
             hint = f"; {before} takes no value: write {before} or --no-{before[2:]}"
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")

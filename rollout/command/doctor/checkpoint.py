@@ -22,7 +22,7 @@ from rollout.command import gpu
 from rollout.command.advice import advice
 from rollout.command.config import WorkerConfig
 from rollout.command.doctor.finding import Finding, gigabytes
-from rollout.command.load import engine_config_of, environments_of
+from rollout.command.load import engine_config_of
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
 
@@ -50,15 +50,6 @@ def check(config: WorkerConfig) -> Iterator[Finding]:
     yield from weights(config, model)
     yield from room(config, model, wanted)
     yield from text(config, model)
-
-
-def check_environments(config: WorkerConfig) -> Iterator[Finding]:
-    try:
-        names = environments_of(config).names
-    except Exception as error:
-        yield Finding("fail", "environments", advice(error))
-    else:
-        yield Finding("ok", "environments", ", ".join(names))
 
 
 def weights(config: WorkerConfig, model: ModelConfig) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from rollout.command.config import WorkerConfig
-from rollout.command.doctor import checkpoint, device, machine, network, software, watching
+from rollout.command.doctor import checkpoint, device, environments, machine, network, software, watching
 from rollout.command.doctor.finding import Finding, safely
 
 EPILOG = """\
@@ -40,6 +40,6 @@ def examine(config: WorkerConfig, *, with_checkpoint: bool) -> Iterator[Finding]
     yield from safely("memory", machine.check)
     if with_checkpoint:
         yield from safely("checkpoint", partial(checkpoint.check, config))
-    yield from safely("environments", partial(checkpoint.check_environments, config))
+    yield from safely("environments", partial(environments.check, config))
     yield from safely("address", partial(network.check, config))
     yield from safely("metrics", partial(watching.check, config))

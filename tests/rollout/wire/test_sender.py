@@ -162,7 +162,7 @@ async def test_what_was_dropped_half_way_is_finished_for_the_receivers_sake() ->
     while not wire.ids:
         wire.sender.received(wire.assembler.received_bytes)
         await wire.settle()
-    assert wire.assembler.open_messages == 0
+    assert not wire.assembler._open
 
 
 @on_loop
