@@ -29,6 +29,8 @@ Floats = npt.NDArray[np.float64]
 
 WINDOW = 512
 """Ends that an expectation remembers: lengths drift as a policy is trained."""
+KINDS = 256
+"""So many are remembered, beside those that run."""
 OWN_ENDS = 2
 """So many ends of its siblings tell more of a trajectory than those of all others."""
 SURPRISE = 1.25
@@ -161,11 +163,11 @@ class KvBudget:
         running = self._running[what.key] = self._made(what)
         running.number = next(self._starts)
         self._siblings[what.group] = running.siblings
-        self._kinds[what.kind] = running.kind
         if not running.siblings.running:
             self._shared += running.siblings.shared
         running.siblings.running += 1
         running.kind.running.add(0)
+        self._remember(what.kind, running.kind)
         self.on_start(what.key)
 
     def place(self, key: Hashable) -> int:
@@ -214,6 +216,13 @@ class KvBudget:
     def _made(self, what: Candidate) -> Running:
         siblings = self._siblings.get(what.group) or Siblings(what.prompt // BLOCK_SIZE)
         return Running(what, self._kinds.get(what.kind) or Kind(), siblings)
+
+    def _remember(self, name: Hashable, kind: Kind) -> None:
+        """A trajectory of the kind has started. The one that has been without for longest may be forgotten."""
+        self._kinds.pop(name, None)
+        self._kinds[name] = kind
+        if len(self._kinds) > KINDS:
+            self._kinds.pop(next((name for name, kind in self._kinds.items() if not len(kind.running)), None), None)
 
     def _counted(self) -> Iterator[Running]:
         return (running for running in self._running.values() if not running.left)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from engine.config import BLOCK_SIZE
 from engine.scheduling.kv_holds import LONG_WAIT
-from rollout.batches.kv_budget import WINDOW, Candidate, Growths, Kind, KvBudget
+from rollout.batches.kv_budget import KINDS, WINDOW, Candidate, Growths, Kind, KvBudget
 
 FAR = 10**6
 
@@ -96,6 +96,20 @@ def test_that_short_ones_end_first_deceives_nobody() -> None:
     for _ in range(7):
         kind.running.add(500)
     assert expected(kind, 0) == 500
+
+
+def test_of_many_kinds_those_are_remembered_that_run_or_ran_last() -> None:
+    budget = learned(10**6)
+    budget.start(candidate("stays", kind="runs"))
+    for i in range(2 * KINDS):
+        budget.start(candidate("a", kind=f"k{i}"))
+        budget.end("a", tells=True)
+        if i % 2:
+            budget.start(candidate("b", kind="again"))
+            budget.end("b", tells=True)
+    assert len(budget._kinds) == KINDS
+    assert {"runs", "again", f"k{2 * KINDS - 1}"} < budget._kinds.keys()
+    assert "k0" not in budget._kinds
 
 
 # Who may start.
