@@ -66,18 +66,25 @@ def _conversations(word: str, results: int) -> Iterator[tuple[str, list[Message]
     call = {"role": "assistant", "content": "", "tool_calls": _calls("argument", 1)}
     result = {"role": "tool", "content": "result", "tool_call_id": "call00000", "name": "tool"}
     said = {"role": "assistant", "content": "answer"}
-    histories: dict[str, list[Message]] = {
-        "a first turn": [user],
-        "a later turn": [user, said, {"role": "user", "content": "more"}],
-        "a turn after others": [{"role": "system", "content": "rules"}, user, call, result, said, user],
-        "a turn after a tool's result": [user, call, result],
+    # What stands before the word is what models say, for a template may look at that, or at how long it is.
+    histories: dict[str, tuple[list[Message], str]] = {
+        "a first turn": ([user], word),
+        "a later turn": ([user, said, {"role": "user", "content": "more"}], f"some\nwords {word}"),
+        "a turn after others": (
+            [{"role": "system", "content": "rules"}, user, call, result, said, user],
+            f"<think>\nthought\n</think>\n\n{word}",
+        ),
+        "a turn after a tool's result": (
+            [user, call, result],
+            f'<tool_call>\n{{"name": "tool", "arguments": {{}}}}\n</tool_call> {word}',
+        ),
     }
-    turns: dict[str, Message] = {
-        "of text": {"role": "assistant", "content": word},
-        "with reasoning": {"role": "assistant", "content": word, "reasoning_content": "thought"},
-        "with calls": {"role": "assistant", "content": "", "tool_calls": _calls(word, max(1, results))},
-    }
-    for when, history in histories.items():
+    for when, (history, text) in histories.items():
+        turns: dict[str, Message] = {
+            "of text": {"role": "assistant", "content": text},
+            "with reasoning": {"role": "assistant", "content": text, "reasoning_content": "thought"},
+            "with calls": {"role": "assistant", "content": "", "tool_calls": _calls(word, max(1, results))},
+        }
         for what, turn in turns.items():
             yield f"{when} {what}", [*history, turn]
 
