@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from protocols import requests
-from protocols.errors import EngineDead, Internal, NotReady, Paused, RolloutError, ShuttingDown
+from protocols.errors import EngineDead, Internal, NotReady, Overloaded, Paused, RolloutError, ShuttingDown
 from protocols.replies import ErrorReply, Ok, Pong, ReplyMessage, Welcome, WorkerStatus
 from rollout.chat.accept import has_messages, prompts_in_time
 from rollout.service.checks import CAPABILITIES, check_submit, lacking
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from rollout.service.service import Service
 
 log = logging.getLogger(__name__)
+
+CALLS = 4096
+"""Requests under way on one connection whose answers take time: more are refused, as more trajectories are."""
 
 Handler = Callable[[Connection, Any], ReplyMessage | None]
 Call = Coroutine[Any, Any, ReplyMessage | None]
@@ -98,7 +101,7 @@ class Handlers:
     def _submit(self, connection: Connection, request: requests.SubmitBatch) -> None:
         self._refuse_new_work()
         if has_messages(request):
-            self._spawn(connection, request, self._submit_chat(connection, request))
+            self._spawn(connection, request, lambda: self._submit_chat(connection, request))
         else:
             self._accept(connection, request)
 
@@ -125,11 +128,11 @@ class Handlers:
 
     def _prepare_weights(self, connection: Connection, request: requests.PrepareWeightsRequest) -> None:
         self._refuse_new_work(even_draining=True)
-        self._spawn(connection, request, self._service.weights.prepare(request, connection.session.token))
+        self._spawn(connection, request, lambda: self._service.weights.prepare(request, connection.session.token))
 
     def _commit_weights(self, connection: Connection, request: requests.CommitWeightsRequest) -> None:
         self._refuse_new_work(even_draining=True)
-        self._spawn(connection, request, self._service.weights.commit(request))
+        self._spawn(connection, request, lambda: self._service.weights.commit(request))
 
     def _abort_weights(self, _: Connection, request: requests.AbortWeightsRequest) -> Ok:
         return Ok(id=request.id, detail={"aborted": int(self._service.weights.abort(request))})
@@ -153,21 +156,20 @@ class Handlers:
         self._refuse_new_work()
         if service.paused:
             raise Paused("the engine is paused: a score would not come before `resume`")
-        self._spawn(connection, request, service.scorer.score(request), bulk=True)
+        self._spawn(connection, request, lambda: service.scorer.score(request), bulk=True)
 
     def _status(self, _: Connection, request: requests.StatusRequest) -> WorkerStatus:
         return self._service.status(request.id)
 
     def _drain(self, connection: Connection, request: requests.Drain) -> None:
-        self._service.draining = True
-
         async def wait() -> Ok:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._service.runs.idle.wait(), request.timeout_s)
             admission = self._service.runs.admission
             return Ok(id=request.id, detail={"running": admission.running, "waiting": admission.waiting})
 
-        self._spawn(connection, request, wait())
+        self._spawn(connection, request, wait)
+        self._service.draining = True
 
     def _ping(self, _: Connection, request: requests.Ping) -> Pong:
         return self._service.pong(request.id)
@@ -182,9 +184,12 @@ class Handlers:
             raise ShuttingDown("the worker is drained: `resume` opens it again")
 
     def _spawn(
-        self, connection: Connection, request: requests.RequestMessage, call: Call, *, bulk: bool = False
+        self, connection: Connection, request: requests.RequestMessage, start: Callable[[], Call], *, bulk: bool = False
     ) -> None:
-        """Answer when `call` is done. Ends with its connection, since nobody could be told."""
+        """Answer when the call that `start` makes is done. Ends with its connection, since nobody could be told."""
+        if len(connection.calls) >= CALLS:
+            raise Overloaded(f"{CALLS} requests of this connection are under way: ask again when some are answered")
+        call = start()
 
         async def answer() -> None:
             try:

@@ -277,6 +277,19 @@ def test_score_gives_a_logprob_for_every_token_but_the_first() -> None:
             assert np.isfinite(logprobs[1:]).all()
 
 
+def test_a_connection_has_only_so_many_requests_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout.service.handlers.CALLS", 2)
+    ids = [np.array([1, 2, 3], np.int32)]
+    with worker(TimedEngine(score_s=0.3)) as served, RawClient(served.address) as client:
+        client.hello()
+        under_way = [client.send("score", sequences=ids) for _ in range(2)]
+        for refused in (client.call("score", sequences=ids), client.call("drain", timeout_s=0.1)):
+            assert (refused["error"]["code"], refused["error"]["retryable"]) == ("overloaded", True)
+        assert client.call("ping")["type"] == "pong"
+        assert [client.reply(name)["type"] for name in under_way] == ["scored"] * 2
+        assert client.call("score", sequences=ids)["type"] == "scored"
+
+
 def test_a_score_too_large_for_one_packet_comes_in_chunks() -> None:
     with worker(limits=Limits(chunk_bytes=1000, window_bytes=4000)) as served, RawClient(served.address) as client:
         client.hello()
