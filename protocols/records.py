@@ -7,7 +7,8 @@ from typing import Annotated, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from protocols.base import Many, Opaque, Value, readable, refuse
+from protocols.base import Many, Value, readable, refuse
+from protocols.opaque import Opaque
 from protocols.scalars import (
     SOURCE_SAMPLED,
     STATUS_OF,

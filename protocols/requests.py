@@ -286,24 +286,3 @@ Request = Annotated[
     | Ping,
     Field(discriminator="type"),
 ]
-
-__all__ = [
-    "AbortWeightsRequest",
-    "Ack",
-    "Cancel",
-    "CommitWeightsRequest",
-    "Continue",
-    "Drain",
-    "Hello",
-    "PauseRequest",
-    "Ping",
-    "PrepareWeightsRequest",
-    "Request",
-    "RequestMessage",
-    "ResumeRequest",
-    "Score",
-    "SleepRequest",
-    "StatusRequest",
-    "SubmitBatch",
-    "WakeRequest",
-]

@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, StringConstraints, model_validator
 
-from protocols.base import ChatMap, Many, Opaque, Value, limited, refuse
+from protocols.base import Many, Value, limited, refuse
+from protocols.opaque import ChatMap, Opaque
 from protocols.scalars import (
     SOURCE_PREFIX,
     Count,

@@ -35,7 +35,8 @@ from protocols import (
     TurnDone,
     Value,
 )
-from protocols.base import ArraySpec, OpaqueSpec
+from protocols.base import ArraySpec
+from protocols.opaque import OpaqueSpec
 
 V = TypeVar("V", bound=Value)
 Draw = Callable[[st.SearchStrategy[Any]], Any]

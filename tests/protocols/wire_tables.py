@@ -21,8 +21,9 @@ from pydantic import StringConstraints
 from pydantic.fields import FieldInfo
 
 from protocols import ERRORS, STATUS_OF, Limits, ModelInfo, Record, Value
-from protocols.base import ArraySpec, OpaqueSpec
+from protocols.base import ArraySpec
 from protocols.codec import REPLIES, REQUESTS
+from protocols.opaque import OpaqueSpec
 from protocols.records import Failure, Partial, Segment, Times, Truncation, Turn
 from protocols.replies import EVENTS
 from protocols.work import Budget, Environment, Group, Sampling, ScriptedTurn, Template
