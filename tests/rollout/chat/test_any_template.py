@@ -1,4 +1,4 @@
-"""Templates of all habits, whatever is said: what is appended is what they would have put there, or they are refused."""
+"""Templates of all habits, whatever is said: what is appended is what they would put there, or they are refused."""
 
 from __future__ import annotations
 
