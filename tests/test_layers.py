@@ -5,10 +5,13 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
+from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent.parent
 OURS = {"engine", "protocols", "rollout", "examples", "bench", "tests"}
@@ -71,3 +74,59 @@ def test_only_one_file_imports_flashinfer() -> None:
 def test_host_modules_load_without_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+WITH_THE_CLIENT_ALONE = """
+import importlib.abc, sys
+
+class Blocker(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if (top := name.partition(".")[0]) in %s:
+            raise ModuleNotFoundError(f"No module named {top!r}", name=top)
+
+sys.meta_path.insert(0, Blocker())
+"""
+
+
+def with_the_client_alone(code: str) -> subprocess.CompletedProcess[str]:
+    """Run where nothing is installed but what the package takes without an extra, and what that takes."""
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    found: set[str] = set()
+    while wanted:
+        requirement = Requirement(wanted.pop())
+        if requirement.name in found or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+            continue
+        found.add(requirement.name)
+        wanted += requires(requirement.name) or []
+    others = {
+        top
+        for top, packages in packages_distributions().items()
+        if not {package.lower().replace("_", "-") for package in packages} & found
+    }
+    blocked = WITH_THE_CLIENT_ALONE % (others - OURS)
+    return subprocess.run(
+        [sys.executable, "-c", blocked + code], cwd=ROOT, check=False, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_a_client_takes_what_the_package_takes_without_an_extra() -> None:
+    done = with_the_client_alone(
+        """
+from protocols.errors import ConnectionLost
+from rollout.client import AsyncRolloutClient, RolloutClient
+import rollout.integrations.trl, rollout.local
+with RolloutClient("tcp://127.0.0.1:9", timeout=0.1) as client:
+    try:
+        client.submit(client.group([1, 2], n=2, script=[[3]], top_p=0.5))
+    except ConnectionLost:
+        print("asked")
+"""
+    )
+    assert (done.stdout, done.stderr) == ("asked\n", "")
+
+
+def test_a_worker_says_what_it_takes_more() -> None:
+    done = with_the_client_alone("import rollout.__main__ as worker; sys.exit(worker.main())")
+    assert done.returncode == 1
+    assert "is not installed: a worker takes more than a client: pip install 'rollout-worker[worker]'" in done.stderr
+    assert "Traceback" not in done.stderr

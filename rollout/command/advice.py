@@ -6,7 +6,9 @@ from typing import Final
 
 from engine.errors import EngineError, OutOfMemory, WeightsError
 
+WORKER: Final = "pip install 'rollout-worker[worker]' (in a checkout: pip install -e '.[worker]')"
 AGAIN: Final = "make the copy again"
+OURS: Final = ("engine", "protocols", "rollout")
 CURES: Final = (
     ("Git LFS pointer", "fetch it with git lfs pull"),
     ("Permission denied", "let this user read it"),
@@ -42,6 +44,8 @@ def advice(error: Exception) -> str:
             return f"{text}: lower --max-context"
         case EngineError() if "killed by signal 9" in text:
             return f"{text}: the kernel may have run out of memory, dmesg tells; give it more, or take a smaller model"
+        case ModuleNotFoundError(name=str(name)) if name.split(".")[0] not in OURS:
+            return f"{name} is not installed: a worker takes more than a client: {WORKER}"
         case PermissionError() if error.filename is not None:
             return f"{error.filename}: permission denied: let this user read it"
         case OSError() if error.filename is not None:

@@ -21,7 +21,9 @@ PYTHON = (3, 11)
 
 def check(config: WorkerConfig) -> Iterator[Finding]:
     yield python(sys.version_info[:2])
-    extras = {"cuda"} if config.place == "cuda" else set()
+    extras = {"worker"}
+    if config.place == "cuda":
+        extras.add("cuda")
     if config.wandb_project is not None:
         extras.add("wandb")
     try:
@@ -31,7 +33,7 @@ def check(config: WorkerConfig) -> Iterator[Finding]:
             "warn",
             "packages",
             "rollout-worker runs from its source, so that no versions are compared",
-            "pip install -e . makes it a package",
+            "pip install -e '.[worker]' makes it a package",
         )
     else:
         yield from packages(wanted, extras)
@@ -51,8 +53,7 @@ def packages(wanted: Iterable[str], extras: set[str]) -> Iterator[Finding]:
     needed = [
         requirement
         for requirement in map(Requirement, wanted)
-        if requirement.marker is None
-        or any(requirement.marker.evaluate({"extra": extra}) for extra in (extras or {""}))
+        if requirement.marker is None or any(requirement.marker.evaluate({"extra": extra}) for extra in extras)
     ]
     wrong = 0
     for requirement in needed:
