@@ -10,6 +10,7 @@ from protocols.errors import BadRequest
 from protocols.fields import SOURCE_SAMPLED, Environment, Group, ModelInfo, Partial, Record, Segment, Turn
 from protocols.requests import SubmitBatch
 from rollout.batches.record_size import may_branch
+from rollout.environments.base import said_by
 from rollout.environments.checks import outside_of
 from rollout.environments.isolated import can_snapshot
 from rollout.trajectory.segments import MAX_SEGMENTS
@@ -64,8 +65,7 @@ def _check(
     for k, segment in enumerate(record.segments):
         _check_segment(segment, f"segments[{k}]", group, model)
     begun = len(known) > len(group.prompt) or turns
-    factory = resolve(group.environment)
-    made = getattr(factory, "factory", factory)
+    made = said_by(resolve(group.environment))
     stateless = group.environment.stateless or getattr(made, "stateless", False)
     if not begun or stateless:
         return

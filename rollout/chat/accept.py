@@ -12,6 +12,7 @@ from rollout.chat.aside import RENDER_S
 from rollout.chat.errors import ChatError
 from rollout.chat.format import ChatFormat
 from rollout.chat.messages import checked_prompt, checked_tools, from_json
+from rollout.environments.base import said_by
 
 Resolve = Callable[[Environment], object]
 """What makes a group's environments; see Registry."""
@@ -62,11 +63,8 @@ def with_prompts(submit: SubmitBatch, chat: ChatFormat, resolve: Resolve) -> Sub
 
 
 def declared(environment: Environment, factory: object, name: str) -> Any:
-    """What an environment's class says of itself, for its configuration; () where it says nothing.
-
-    factory: the class, or what stands before it and has it for its `factory`.
-    """
-    found = getattr(factory, name, ()) or getattr(getattr(factory, "factory", None), name, ())
+    """What an environment's class says of itself, for its configuration; () where it says nothing."""
+    found = getattr(said_by(factory), name, ())
     return found(environment.config) if callable(found) else found
 
 

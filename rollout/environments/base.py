@@ -201,3 +201,8 @@ def is_default(made: Environment | type[Environment], method: str) -> bool:
 
 EnvironmentFactory = Callable[[], Environment | Awaitable[Environment]]
 """Makes one trajectory's environment: a subclass of `Environment` that needs no arguments is one."""
+
+
+def said_by(factory: object) -> object:
+    """What says what the environments will be like: what the factory wraps (its `factory`), else itself."""
+    return getattr(factory, "factory", factory)
