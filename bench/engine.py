@@ -40,7 +40,7 @@ from engine.engine import Engine
 from engine.memory.kv_size import kv_bytes_per_block
 from engine.model.config import ModelConfig, read_model_config
 from engine.start.build import DTYPES, load_engine
-from rollout.batches.kv_budget import KvBudget
+from rollout.generation.kv_budget import KvBudget
 
 
 def run(

@@ -10,7 +10,7 @@ import numpy as np
 from bench.workloads import Job, Workload
 from engine.engine import Engine
 from engine.request import Completion, Request, SamplingParams
-from rollout.batches.kv_budget import Candidate, KvBudget
+from rollout.generation.kv_budget import Candidate, KvBudget
 
 
 class Trajectory:

@@ -21,7 +21,7 @@ from engine.config import BLOCK_SIZE, EngineConfig
 from engine.engine import Engine
 from engine.handle import EngineStats
 from engine.step import StepPlan
-from rollout.batches.kv_budget import KvBudget
+from rollout.generation.kv_budget import KvBudget
 
 STEP_S = 0.0035
 """Seconds of a step that reads no KV: about what Qwen3-4B takes on an H200."""

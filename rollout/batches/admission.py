@@ -10,8 +10,8 @@ import heapq
 from typing import TYPE_CHECKING
 
 from protocols.errors import Overloaded
-from rollout.batches.kv_budget import Candidate, KvBudget
 from rollout.batches.record_size import longest
+from rollout.generation.kv_budget import Candidate, KvBudget
 
 if TYPE_CHECKING:
     from rollout.batches.submitted import Member

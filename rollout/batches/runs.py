@@ -13,9 +13,9 @@ from protocols.errors import Internal
 from protocols.fields import Record, TrajectoryReason
 from protocols.replies import TurnDone
 from rollout.batches.admission import Admission
-from rollout.batches.pace import Lanes, Pace
 from rollout.batches.record_size import record_bytes
 from rollout.batches.submitted import Batch, Member, SubmittedGroup
+from rollout.generation.pace import Lanes, Pace
 from rollout.metrics.observer import Observer
 from rollout.trajectory.rollout import Rollout
 from rollout.trajectory.spec import End, TrajectorySpec

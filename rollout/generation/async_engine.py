@@ -34,8 +34,8 @@ from engine.handle import (
 from engine.request import Completion, Failure, FinishReason, Request, refusal
 from engine.step import WeightsInfo
 from protocols.errors import EngineDead, WeightsBusy
-from rollout.batches.pace import Pace
 from rollout.generation.failures import wire_error
+from rollout.generation.pace import Pace
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ import numpy as np
 from engine.handle import EngineStats
 from engine.request import Completion, FinishReason, Request
 from engine.scheduling.kv_holds import LONG_WAIT
-from rollout.batches.kv_budget import KvBudget
 from rollout.generation.async_engine import AsyncEngine
+from rollout.generation.kv_budget import KvBudget
 
 
 @dataclass(slots=True, eq=False)

@@ -22,7 +22,6 @@ from protocols.fields import Limits, ModelInfo, Record, Times
 from protocols.replies import Pong, ReplyMessage, TurnDone, WorkerStatus
 from rollout.batches.admission import Admission
 from rollout.batches.batches import Batches
-from rollout.batches.kv_budget import KvBudget
 from rollout.batches.runs import Runs
 from rollout.chat.format import ChatFormat
 from rollout.command.versions import ours
@@ -30,6 +29,7 @@ from rollout.environments.base import Rewards, TextCodec
 from rollout.environments.pool import Owner
 from rollout.environments.registry import Registry
 from rollout.generation.async_engine import AsyncEngine
+from rollout.generation.kv_budget import KvBudget
 from rollout.generation.kv_gate import KvGate
 from rollout.metrics.observer import Observer
 from rollout.service.handlers import Handlers, as_error_reply

@@ -9,7 +9,7 @@ import pytest
 
 from bench.kv_admission import Outcome, line, simulate
 from bench.workloads import Turn, Workload, workloads
-from rollout.batches.kv_budget import KvBudget
+from rollout.generation.kv_budget import KvBudget
 
 KV_TOKENS = 110_000
 """Of each sample: as much of what all need as the H200's pool is for eight of them."""

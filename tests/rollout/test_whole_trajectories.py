@@ -18,8 +18,8 @@ from engine.handles.thread import ThreadEngine
 from engine.step import StepPlan
 from protocols.fields import Status
 from rollout.batches.admission import kv_candidate, kv_key
-from rollout.batches.kv_budget import KvBudget
 from rollout.environments.base import Context, Environment, Step, TurnResult
+from rollout.generation.kv_budget import KvBudget
 from tests.fake_runner import FakeRunner, FakeTicket, FakeWeights
 from tests.rollout.batches.test_admission import Queue
 from tests.rollout.raw_client import RawClient, group

@@ -12,8 +12,8 @@ import pytest
 from engine.config import BLOCK_SIZE
 from engine.handle import ReleaseKv, Submit
 from engine.request import Completion, Failure, Request
-from rollout.batches.kv_budget import Candidate, KvBudget
 from rollout.generation.async_engine import AsyncEngine
+from rollout.generation.kv_budget import Candidate, KvBudget
 from rollout.generation.kv_gate import KvGate
 from tests.rollout.stub_engine import StubEngine, completed
 from tests.rollout.workers import soon

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from engine.config import BLOCK_SIZE
 from engine.scheduling.kv_holds import LONG_WAIT
-from rollout.batches.kv_budget import KINDS, WINDOW, Candidate, Growths, Kind, KvBudget
+from rollout.generation.kv_budget import KINDS, WINDOW, Candidate, Growths, Kind, KvBudget
 
 FAR = 10**6
 

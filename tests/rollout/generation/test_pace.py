@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from rollout.batches.pace import TURN_S, Lanes, Pace
+from rollout.generation.pace import TURN_S, Lanes, Pace
 from tests.rollout.workers import on_loop, soon
 
 
