@@ -43,7 +43,7 @@ class Marks:
 
     def reveal(self, rendered: str) -> list[Piece]:
         """The rendered text in pieces; what was hidden is text. Raises ChatError where a mark was rewritten."""
-        parts = re.split(rf"(q{self._secret}x\d+q)", rendered)
+        parts = re.split(rf"(q{self._secret}x\d+q)", rendered) if self._texts else [rendered]
         pieces = []
         for i, part in enumerate(parts):
             if i % 2:
