@@ -15,10 +15,11 @@ from protocols.replies import TurnDone
 from rollout.batches.admission import Admission
 from rollout.batches.record_size import record_bytes
 from rollout.batches.submitted import Batch, Member, SubmittedGroup
+from rollout.environments.answer import End
 from rollout.generation.pace import Lanes, Pace
 from rollout.metrics.observer import Observer
 from rollout.trajectory.rollout import Rollout
-from rollout.trajectory.spec import End, TrajectorySpec
+from rollout.trajectory.spec import TrajectorySpec
 
 log = logging.getLogger(__name__)
 

@@ -12,9 +12,10 @@ from protocols.errors import StaleVersion
 from protocols.fields import Group, Record, Status, TrajectoryReason, Truncation
 from protocols.replies import BatchDone, GroupDone, TrajectoryDone, TurnDone
 from protocols.requests import SubmitBatch
+from rollout.environments.answer import End
 from rollout.metrics.observer import Round
 from rollout.trajectory.rollout import Rollout
-from rollout.trajectory.spec import End, TrajectorySpec
+from rollout.trajectory.spec import TrajectorySpec
 from rollout.wire.outbox import Event, Key
 from rollout.wire.sessions import Session
 

@@ -1,6 +1,7 @@
 """What answers a turn. First those that run here, then those in processes of their own.
 
 base         the interface
+answer       what it said, checked, or the end of its trajectory
 registry     by name
 scripted     answers of the submit
 remote       answers of the trainer

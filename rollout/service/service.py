@@ -25,6 +25,7 @@ from rollout.batches.batches import Batches
 from rollout.batches.runs import Runs
 from rollout.chat.format import ChatFormat
 from rollout.command.versions import ours
+from rollout.environments.answer import End
 from rollout.environments.base import Rewards, TextCodec
 from rollout.environments.pool import Owner
 from rollout.environments.registry import Registry
@@ -38,7 +39,7 @@ from rollout.service.score import Scorer
 from rollout.service.weights import WeightUpdates
 from rollout.service.wind_down import wind_down
 from rollout.trajectory.rollout import Rollout
-from rollout.trajectory.spec import End, TrajectorySpec
+from rollout.trajectory.spec import TrajectorySpec
 from rollout.trajectory.trajectory import Trajectory
 from rollout.wire.channel import Channel
 from rollout.wire.sessions import Session, Sessions

@@ -1,6 +1,6 @@
 """One trajectory from its prompt to its record.
 
-spec         what it is to do, and how it ended
+spec         what it is to do
 tokens       ids, sources, logprobs, versions
 segments     those of a conversation that branched, each with its tokens
 turns        what a record says of each

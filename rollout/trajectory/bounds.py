@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from protocols.fields import Budget, Truncation, Turn
-from rollout.trajectory.spec import End
+from rollout.environments.answer import End
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from protocols.fields import STATUS_OF, ModelInfo, Record, TrajectoryReason, Tru
 from protocols.replies import TurnDone
 from protocols.requests import Continue
 from rollout.chat.format import ChatFormat
+from rollout.environments.answer import Answer, End
 from rollout.environments.base import Context, EnvironmentFactory, Rewards, TextCodec
 from rollout.environments.guard import PATIENCE, Guard, Patience
 from rollout.generation.async_engine import AsyncEngine
@@ -22,7 +23,7 @@ from rollout.generation.kv_gate import KvGate
 from rollout.trajectory.context import context_of
 from rollout.trajectory.deadline import Deadline
 from rollout.trajectory.mailbox import Mailbox
-from rollout.trajectory.spec import Answer, End, TrajectorySpec
+from rollout.trajectory.spec import TrajectorySpec
 from rollout.trajectory.state import State
 from rollout.trajectory.stopwatch import Stopwatch
 from rollout.trajectory.trajectory import Trajectory

@@ -1,17 +1,18 @@
-"""The values around a trajectory: what it is, what its environment answers, why it ends."""
+"""What one trajectory is."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.request import IntArray
-from protocols.fields import Failure, Group, Partial, Record, TrajectoryReason, Truncation
+from protocols.fields import Group, Partial, Record
 from rollout.chat.messages import Message, from_json
+from rollout.environments.answer import Answer as Answer
+from rollout.environments.answer import End as End
 
 
 @dataclass(frozen=True, slots=True)
 class TrajectorySpec:
-    """What one trajectory is.
+    """Whose it is, what it is to do, and what it goes on from.
 
     seed: resolved (drawn at accept when the group has none). sample_index: the noise key of the sample.
     order: start of the trajectory among all of the worker's; smaller runs first.
@@ -43,26 +44,3 @@ class TrajectorySpec:
         """In the conversation that it goes on with, after the submitted messages."""
         said = None if self.partial is None else self.partial.messages
         return () if said is None else from_json(said.tobytes())
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """Why a trajectory ended. truncation: the limit that cut it; failure: what went wrong in a failed one."""
-
-    reason: TrajectoryReason
-    truncation: Truncation | None = None
-    failure: Failure | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What an environment said, checked: ids are int32[n] inside the vocabulary, the reward is finite. See `Step`."""
-
-    glue: IntArray | None = None
-    observation: IntArray | None = None
-    opening: IntArray | None = None
-    branch: IntArray | None = None
-    called: bool = False
-    max_tokens: int | None = None
-    done: bool = False
-    reward: float | None = None

@@ -11,8 +11,9 @@ import numpy as np
 
 from protocols.fields import Group, Partial
 from rollout.chat.messages import all_as_json
+from rollout.environments.answer import End
 from rollout.environments.guard import Guard, Stops
-from rollout.trajectory.spec import End, TrajectorySpec
+from rollout.trajectory.spec import TrajectorySpec
 from rollout.trajectory.trajectory import Trajectory
 
 log = logging.getLogger(__name__)

@@ -26,12 +26,13 @@ from protocols.fields import (
     Truncation,
     Turn,
 )
+from rollout.environments.answer import Answer, End
 from rollout.environments.base import Rewards, TurnResult
 from rollout.generation.failures import wire_error
 from rollout.trajectory.bounds import Bounds
 from rollout.trajectory.sampling import engine_params, stop_rule
 from rollout.trajectory.segments import MAX_SEGMENTS, Segments
-from rollout.trajectory.spec import Answer, End, TrajectorySpec
+from rollout.trajectory.spec import TrajectorySpec
 from rollout.trajectory.tokens import Tokens, fault
 from rollout.trajectory.turns import ABORTED, add_times, gone_on, turn_of
 

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollout.environments.answer import Answer
 from rollout.environments.base import Observation, Rewards, Step
 from rollout.environments.checks import BadAnswer, check_final, check_observation, check_step
-from rollout.trajectory.spec import Answer
 from tests.rollout.build import MODEL
 
 VOCAB = MODEL.vocab_size

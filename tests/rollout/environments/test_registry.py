@@ -9,11 +9,11 @@ import pytest
 
 from protocols import fields
 from protocols.errors import BadRequest
+from rollout.environments.answer import Answer
 from rollout.environments.base import TurnResult
 from rollout.environments.registry import ENTRY_POINTS, Registry
 from rollout.environments.remote import Remote
 from rollout.environments.scripted import Scripted
-from rollout.trajectory.spec import Answer
 from tests.rollout.build import run, script
 from tests.rollout.environments.build import TURN, Fake, context, guarded
 

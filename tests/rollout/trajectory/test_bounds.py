@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from protocols.fields import STATUS_OF, Budget, Truncation, Turn
+from rollout.environments.answer import End
 from rollout.trajectory.bounds import Bounds
-from rollout.trajectory.spec import End
 
 
 def bounds(max_context: int = 64, **budget: Any) -> Bounds:

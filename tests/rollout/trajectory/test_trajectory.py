@@ -25,9 +25,9 @@ from protocols.fields import (
     Truncation,
     Turn,
 )
+from rollout.environments.answer import Answer, End
 from rollout.environments.base import Rewards
 from rollout.trajectory.segments import MAX_SEGMENTS
-from rollout.trajectory.spec import Answer, End
 from rollout.trajectory.trajectory import Trajectory
 from tests.rollout.build import EOS, MODEL, group, ids, spec
 from tests.rollout.stub_engine import completed, refused
