@@ -171,11 +171,12 @@ class WorkerConfig(BaseSettings):
     tools: Annotated[tuple[Module, ...], NoDecode, BeforeValidator(split)] = option(
         (), "environments", "module whose functions the environment tools offers; may be repeated (docs/chat.md)"
     )
-    env_processes: int = option(
-        8,
+    env_processes: int | None = option(
+        None,
         "environments",
-        "processes for environments that do not run in the worker, of which each serves several; and so many for tools",
-        gt=0,
+        "processes for code that does not run in the worker, half for environments and half for tools; without it one "
+        "for each processor, at least 16",
+        ge=2,
     )
 
     metrics_file: File | None = option(

@@ -24,7 +24,7 @@ from rollout.command.advice import advice
 from rollout.command.config import WorkerConfig
 from rollout.command.start import Loaded, StartError
 from rollout.command.summary import summarise
-from rollout.environments.registry import Registry
+from rollout.environments.registry import Registry, processes_by_default
 from rollout.service.service import Served
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ def load(config: WorkerConfig) -> Loaded:
 def environments_of(config: WorkerConfig) -> Registry:
     """Raises ValueError, naming the option."""
     try:
-        return Registry.load(config.env, processes=config.env_processes, tools=config.tools)
+        return Registry.load(config.env, processes=config.env_processes or processes_by_default(), tools=config.tools)
     except SystemExit as error:
         raise ValueError(f"--env: a module ended the interpreter as it was imported, with {error}") from None
 

@@ -5,11 +5,13 @@ answer       what it said, checked, or the end of its trajectory
 registry     by name
 scripted     answers of the submit
 remote       answers of the trainer
-guard        deadlines and checks around each
+guard        what a trajectory asks of one
+bounded      each call with its deadline and check
 checks       what came back
 calls        one call of foreign code
 errors       what it raised, as text
-pool         processes, replaced when they die
+pool         processes, and who gets one
+stock        those that there are: started, ended, replaced when they die
 line         who gets the next one
 nursery      where they are forked
 processes    one of them, from outside

@@ -12,6 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from rollout.environments.errors import NoProcess
+
 
 @dataclass(frozen=True, slots=True)
 class Returned:
@@ -70,25 +72,34 @@ class Call:
             return outcome
         except BaseException as error:
             # SystemExit or KeyboardInterrupt out of a task would end the loop, and with it everyone's trajectories.
+            del self  # which holds the task, which will hold the error, which keeps this frame
             return Raised(error)
 
     async def _on_thread(self) -> Outcome:
         loop = asyncio.get_running_loop()
-        settled: asyncio.Future[Outcome] = loop.create_future()
+        method, args = self._method, self._args
+        ended: asyncio.Future[None] = loop.create_future()
+        outcomes: list[Outcome] = []
         context = contextvars.copy_context()
 
-        def settle(outcome: Outcome) -> None:
-            if not settled.done():
-                settled.set_result(outcome)
+        def end() -> None:
+            if not ended.done():
+                ended.set_result(None)
 
+        # An error keeps the frames that it went through, and their callers: none of them may keep it in turn.
         def work() -> None:
             try:
-                outcome: Outcome = Returned(context.run(self._method, *self._args))
+                outcomes.append(Returned(context.run(method, *args)))
             except BaseException as error:
-                outcome = Raised(error)
+                if not ended.done():
+                    outcomes.append(Raised(error))
             with suppress(RuntimeError):  # the loop has closed: nobody waits any more
-                loop.call_soon_threadsafe(settle, outcome)
+                loop.call_soon_threadsafe(end)
 
         self._thread = threading.Thread(target=work, name="environment", daemon=True)
-        self._thread.start()
-        return await settled
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise NoProcess(f"no thread could be started: {error}") from error
+        await ended
+        return outcomes.pop()

@@ -14,11 +14,18 @@ class Reported(SpeaksForItself):
 
 
 class ProcessDied(SpeaksForItself):
-    """The process ended, or was ended, before it answered; the message says how."""
+    """The process ended, or was ended, before it answered; the message says which and how."""
+
+    def __init__(self, process: str, how: str) -> None:
+        super().__init__(f"{process}: {how}")
+        self.how = how
 
 
 class NoProcess(SpeaksForItself):
-    """All processes were busy for too long. No fault of what was to run in one: the worker has too few."""
+    """There was no process, or thread, to run foreign code in: for too long all were busy, or the system gave none.
+
+    A fault of the worker and no other: it ends the trajectory, and no model reads of it.
+    """
 
 
 def describe(error: BaseException) -> str:

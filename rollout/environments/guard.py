@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from protocols.fields import Budget, Failure, Record, Truncation
+from protocols.fields import Budget, Record
 from rollout.environments.base import Context, Environment, EnvironmentFactory, Rewards, TurnResult, is_default
-from rollout.environments.calls import Call, Raised
+from rollout.environments.bounded import Bounded, Stops
 from rollout.environments.checks import (
-    BadAnswer,
     check_environment,
     check_final,
     check_nothing,
@@ -21,24 +18,12 @@ from rollout.environments.checks import (
     check_snapshot,
     check_step,
 )
-from rollout.environments.errors import NoProcess, describe
 from rollout.environments.isolated import Isolated, StandIn, can_snapshot
 from rollout.trajectory.deadline import Deadline
 from rollout.trajectory.spec import Answer, End
 
 if TYPE_CHECKING:
     from rollout.chat.conversation import Conversation
-
-log = logging.getLogger(__name__)
-
-T = TypeVar("T")
-Stage = Literal["reset", "step", "snapshot", "finish", "close"]
-Stops = tuple[asyncio.Future[End], ...]
-
-UNWIND_S = 1.0
-"""How long a call that was given up may take to unwind before it is left behind."""
-MAX_MESSAGE = 2000
-"""Characters of an environment's error that go into the record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +49,6 @@ class Guard:
     def __init__(
         self, name: str, make: EnvironmentFactory, *, vocab_size: int, budget: Budget, patience: Patience
     ) -> None:
-        self._name = name
         self._make = make
         self._vocab_size = vocab_size
         self._budget = budget
@@ -72,8 +56,7 @@ class Guard:
         self._environment: Environment | None = None
         self._chat: Conversation | None = None
         self._ready = False
-        self._left: Call | None = None
-        self._lost = False
+        self._calls = Bounded(name, budget.tool_deadline_s)
         self._answer_by: Deadline | None = None
         self._apart = False
 
@@ -104,7 +87,7 @@ class Guard:
             return made
         answer: Answer | End = Answer()
         if not is_default(made, "reset"):
-            answer = await self._call(
+            answer = await self._calls.call(
                 "reset",
                 lambda: made.reset,
                 (self._told(context()),),
@@ -126,7 +109,7 @@ class Guard:
         made = await self._make_one(stops)
         if isinstance(made, End):
             return made
-        end: End | None = await self._call(
+        end: End | None = await self._calls.call(
             "reset", lambda: made.restore, (self._told(context()), state), check_nothing, self._within, stops
         )
         self._ready = end is None
@@ -137,7 +120,7 @@ class Guard:
         made = self._made()
         if made.stateless:
             return None
-        return await self._call("snapshot", lambda: made.snapshot, (), check_snapshot, self._within, stops)
+        return await self._calls.call("snapshot", lambda: made.snapshot, (), check_snapshot, self._within, stops)
 
     @property
     def talks(self) -> bool:
@@ -150,7 +133,7 @@ class Guard:
         """What was said in its conversation after the first `since` messages: see `Conversation.said`."""
         made = self._environment
         if isinstance(made, StandIn):
-            return await self._call("snapshot", lambda: made.said, (since,), _anything, self._within, stops)
+            return await self._calls.call("snapshot", lambda: made.said, (since,), _anything, self._within, stops)
         return () if self._chat is None else self._chat.said(since)
 
     def _told(self, context: Context) -> Context:
@@ -166,11 +149,11 @@ class Guard:
         if isinstance(make, Isolated):
             # That a process has to start first is not the environment's fault.
             prepare = make.prepare
-            prepared = await self._call("reset", lambda: prepare, (), _anything, self._patience.start_s, stops)
+            prepared = await self._calls.call("reset", lambda: prepare, (), _anything, self._patience.start_s, stops)
             if isinstance(prepared, End):
                 return prepared
             make = prepared
-        made = await self._call("reset", lambda: make, (), check_environment, self._within, stops)
+        made = await self._calls.call("reset", lambda: make, (), check_environment, self._within, stops)
         if not isinstance(made, End):
             self._environment = made
         return made
@@ -178,14 +161,15 @@ class Guard:
     async def step(self, turn: TurnResult, stops: Stops) -> Answer | End:
         environment = self._made()
         within = self._budget.tool_deadline_s or (None if environment.patient else self._patience.step_s)
-        late: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        late: asyncio.Future[None] | None = None
         if environment.patient:
             # It waits for the trainer, who cannot answer while the trajectory is kept.
-            self._answer_by = Deadline(within, lambda: late.set_result(None))
+            late = over = asyncio.get_running_loop().create_future()
+            self._answer_by = Deadline(within, lambda: over.set_result(None))
             if self._apart:
                 self._answer_by.stop()
         try:
-            return await self._call(
+            return await self._calls.call(
                 "step",
                 lambda: environment.step,
                 (turn,),
@@ -214,12 +198,12 @@ class Guard:
     def scores(self) -> bool:
         """Will `finish` be asked? Not before `reset` has returned, nor while a call that was left behind still runs,
         nor where giving one up has cost the environment its process."""
-        idle = self._left is None or not self._left.running
-        return self._ready and idle and not self._lost and not is_default(self._made(), "finish")
+        idle = not self._calls.busy and not self._lost
+        return self._ready and idle and not is_default(self._made(), "finish")
 
     async def finish(self, record: Record, stops: Stops) -> Rewards | End:
         within, environment = self._patience.finish_s, self._made()
-        return await self._call("finish", lambda: environment.finish, (record,), check_final, within, stops)
+        return await self._calls.call("finish", lambda: environment.finish, (record,), check_final, within, stops)
 
     @property
     def closes(self) -> bool:
@@ -230,77 +214,17 @@ class Guard:
         """Always called, also while a call that was left behind still runs: it may be what ends that call."""
         if self.closes:
             environment = self._made()
-            await self._call("close", lambda: environment.close, (), check_nothing, self._patience.close_s, ())
+            await self._calls.call("close", lambda: environment.close, (), check_nothing, self._patience.close_s, ())
+
+    @property
+    def _lost(self) -> bool:
+        """Has giving a call up cost the environment its process?"""
+        made = self._environment
+        return self._calls.gave_up and isinstance(made, StandIn) and made.lost
 
     def _made(self) -> Environment:
         assert self._environment is not None
         return self._environment
-
-    async def _call(
-        self,
-        stage: Stage,
-        find: Callable[[], Callable[..., Any]],
-        args: tuple[Any, ...],
-        check: Callable[[Any], T],
-        within: float | None,
-        stops: Stops,
-        late: asyncio.Future[None] | None = None,
-    ) -> T | End:
-        """late: ends when `within` is over, where that is watched elsewhere."""
-        try:
-            call = Call(find(), *args)
-        except BaseException as error:
-            return self._raised(stage, error)
-        waits: set[asyncio.Future[Any]] = {call.task, *stops, *(() if late is None else (late,))}
-        try:
-            await asyncio.sleep(0)  # most answer at once, and need no timer
-            if not call.task.done():
-                timeout = within if self._answer_by is None else None
-                await asyncio.wait(waits, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        except asyncio.CancelledError:
-            call.task.cancel()
-            raise
-        if not call.task.done():
-            await self._leave(stage, call)
-            return next((stop.result() for stop in stops if stop.done()), None) or self._late(stage, within)
-        outcome = call.task.result()
-        if isinstance(outcome, Raised):
-            return self._raised(stage, outcome.error)
-        try:
-            return check(outcome.value)
-        except BadAnswer as error:
-            log.warning("%s: %s", self._name, error)
-            return _failed(stage, str(error))
-        except BaseException as error:
-            # What was returned is the environment's own object, and may itself raise when it is looked at.
-            return self._raised(stage, error)
-
-    def _raised(self, stage: Stage, error: BaseException) -> End:
-        log.warning("%s: %s raised", self._name, stage, exc_info=error)
-        return _failed(stage, describe(error), "overloaded" if isinstance(error, NoProcess) else "internal")
-
-    async def _leave(self, stage: Stage, call: Call) -> None:
-        call.task.cancel()
-        # Cancelled meanwhile, the wait is over and what the trajectory has still becomes its record.
-        with suppress(asyncio.CancelledError):
-            await asyncio.wait({call.task}, timeout=UNWIND_S)
-        if isinstance(self._environment, StandIn) and self._environment.lost:
-            self._lost = True
-        if call.running:
-            self._left = call
-            log.warning("%s: %s was given up but still runs", self._name, stage)
-
-    def _late(self, stage: Stage, within: float | None) -> End:
-        log.warning("%s: %s did not return within %s s", self._name, stage, within)
-        limit = self._budget.tool_deadline_s
-        if stage == "step" and limit is not None:
-            return End("tool_deadline", Truncation(limit="tool_deadline_s", value=limit))
-        return _failed(stage, f"{stage} did not return within {within:g} s", code="timeout")
-
-
-def _failed(stage: Stage, message: str, code: str = "internal") -> End:
-    failure = Failure(code=code, message=message[:MAX_MESSAGE], scope="trajectory", stage=stage)
-    return End("env_error", failure=failure)
 
 
 def _anything(returned: Any) -> Any:

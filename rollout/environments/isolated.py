@@ -9,7 +9,7 @@ import dataclasses
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, cast
 
 from engine.request import IntArray
 from protocols.fields import Record
@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+WAIT_S: Final = 60.0
+"""How long an environment waits for a process to be up: none does where there is one, for they are shared."""
+
 
 @dataclass(frozen=True, slots=True)
 class Isolated:
@@ -56,7 +59,7 @@ class Isolated:
 
     async def prepare(self) -> Callable[[], Awaitable[Environment]]:
         """A process for one environment, started and with its module imported; what is returned has to be called."""
-        process = await self.pool.lease()
+        process = await self.pool.lease(WAIT_S)
         try:
             await process.run(_imported, (self.factory,))
         except BaseException:

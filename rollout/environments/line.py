@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -16,6 +16,7 @@ class Owner:
     """Whose work it is: names that are compared, nothing more."""
 
     session: str = ""
+    batch: str = ""
     trajectory: str = ""
 
 
@@ -29,74 +30,101 @@ class Place(Generic[T]):
 
 
 @dataclass(slots=True)
-class _Session(Generic[T]):
-    """waiting: its trajectories in the order of their turns, each with its places. holds: by trajectory."""
+class _Share(Generic[T]):
+    """Of a session, a batch of it, or a trajectory of that. parts: by name, in the order of their turns.
 
-    waiting: dict[str, dict[Place[T], None]] = field(default_factory=dict)
-    holds: Counter[str] = field(default_factory=Counter)
+    holds, waits: of it and all its parts. places: of a trajectory.
+    """
+
+    parts: dict[str, _Share[T]] = field(default_factory=dict)
+    places: dict[Place[T], None] = field(default_factory=dict)
+    holds: int = 0
+    waits: int = 0
 
 
 class Line(Generic[T]):
     """Who waits, and who holds something.
 
-    First is the session that holds least; of its trajectories the first that holds nothing, else the first. One that
-    had its turn and waits for more goes behind the others. So whoever holds much, and for long, delays only himself.
+    First is the session that holds least, of its batches the one that holds least, of that one's trajectories too;
+    among equals the first that came. One that had its turn and waits for more goes behind its equals. So whoever holds
+    much, and for long, delays only himself.
     """
 
     def __init__(self) -> None:
-        self._sessions: dict[str, _Session[T]] = {}
-        self._length = 0
+        self._all: _Share[T] = _Share()
 
     def __len__(self) -> int:
-        return self._length
+        return self._all.waits
 
     def join(self, owner: Owner) -> Place[T]:
         """On the event loop."""
         place: Place[T] = Place(owner, asyncio.get_running_loop().create_future(), time.monotonic())
-        session = self._sessions.setdefault(owner.session, _Session())
-        session.waiting.setdefault(owner.trajectory, {})[place] = None
-        self._length += 1
+        share = self._all
+        share.waits += 1
+        for name in _names(owner):
+            part = share.parts.get(name) or _Share()
+            if not part.waits:
+                share.parts.pop(name, None)
+                share.parts[name] = part
+            part.waits += 1
+            share = part
+        share.places[place] = None
         return place
 
     def leave(self, place: Place[T]) -> None:
         """Without what it waited for. Does nothing where it waits no more."""
-        session = self._sessions.get(place.owner.session)
-        if session is None or place not in (places := session.waiting.get(place.owner.trajectory, {})):
+        shares = list(self._shares(place.owner))
+        if place not in shares[-1].places:
             return
-        del places[place]
-        if not places:
-            del session.waiting[place.owner.trajectory]
-        self._length -= 1
-        self._settle(place.owner.session)
+        del shares[-1].places[place]
+        for share in shares:
+            share.waits -= 1
+        self._settle(place.owner)
 
     def first(self) -> Place[T] | None:
-        waiting = (session for session in self._sessions.values() if session.waiting)
-        session = min(waiting, key=lambda session: session.holds.total(), default=None)
-        if session is None:
+        share = self._all
+        if not share.waits:
             return None
-        names = session.waiting
-        trajectory = next((name for name in names if not session.holds[name]), next(iter(names)))
-        return next(iter(names[trajectory]))
+        while share.parts:
+            share = min((part for part in share.parts.values() if part.waits), key=lambda part: part.holds)
+        return next(iter(share.places))
 
     def holds(self, session: str) -> int:
-        return self._sessions[session].holds.total() if session in self._sessions else 0
+        return self._all.parts[session].holds if session in self._all.parts else 0
 
     def take(self, place: Place[T]) -> None:
         """It is served: from now on it holds one, until `give_back`."""
-        owner, session = place.owner, self._sessions[place.owner.session]
-        session.holds[owner.trajectory] += 1
+        share = self._all
+        share.holds += 1
+        for name in _names(place.owner):
+            part = share.parts[name] = share.parts.pop(name)
+            part.holds += 1
+            share = part
         self.leave(place)
-        if (others := session.waiting.pop(owner.trajectory, None)) is not None:
-            session.waiting[owner.trajectory] = others
 
     def give_back(self, owner: Owner) -> None:
-        holds = self._sessions[owner.session].holds
-        holds[owner.trajectory] -= 1
-        if not holds[owner.trajectory]:
-            del holds[owner.trajectory]
-        self._settle(owner.session)
+        for share in self._shares(owner):
+            share.holds -= 1
+        self._settle(owner)
 
-    def _settle(self, name: str) -> None:
-        session = self._sessions[name]
-        if not session.waiting and not session.holds:
-            del self._sessions[name]
+    def _shares(self, owner: Owner) -> Iterator[_Share[T]]:
+        """From all to the trajectory's, which is an empty one where it neither waits nor holds anything."""
+        share = self._all
+        yield share
+        for name in _names(owner):
+            share = share.parts.get(name) or _Share()
+            yield share
+
+    def _settle(self, owner: Owner) -> None:
+        """Nothing is remembered of who neither waits nor holds anything."""
+        share = self._all
+        for name in _names(owner):
+            part = share.parts[name]
+            if not part.waits and not part.holds:
+                del share.parts[name]
+                return
+            share = part
+
+
+def _names(owner: Owner) -> tuple[str, str, str]:
+    return owner.session, owner.batch, owner.trajectory

@@ -18,6 +18,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final, NoReturn
 
+from rollout.environments.warden import fork
+from rollout.environments.warden import main as become_warden
+
 PRELOADED: Final = ("rollout.environments.host", "rollout.environments.isolated")
 
 
@@ -65,7 +68,7 @@ def main(control: int) -> NoReturn:
         message, descriptors, _, _ = socket.recv_fds(connection, 64, 3)
         if not message:
             os._exit(0)
-        if os.fork() == 0:
+        if descriptors and fork(descriptors[0]) == 0:
             _become_warden(connection, descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
@@ -81,7 +84,5 @@ def _become_warden(control: socket.socket, descriptors: list[int]) -> NoReturn:
         os.close(output)
         if (numpy_random := sys.modules.get("numpy.random")) is not None:
             numpy_random.seed()  # or all would draw the same numbers; Python's own generator sees to that itself
-        from rollout.environments.warden import main
-
-        main(lifeline, connection)
+        become_warden(lifeline, connection)
     os._exit(1)

@@ -1,4 +1,4 @@
-"""Processes for foreign code: made when they are needed, replaced when they die.
+"""Processes for foreign code, and who gets one.
 
 pool = Pool(8, "tools")
 text = await pool.call(run_tool, (name, arguments), deadline=5.0)   # alone in its process, for a function
@@ -9,86 +9,57 @@ pool.release(process)
 from __future__ import annotations
 
 import asyncio
-import functools
-import logging
-import os
-import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
 from rollout.environments.errors import NoProcess, ProcessDied, Reported
 from rollout.environments.line import Line, Owner, Place
-from rollout.environments.nursery import Nursery
 from rollout.environments.processes import Process
+from rollout.environments.stock import RETRY_S, Shared, Stock
 
 __all__ = ["NoProcess", "Owner", "Pool", "PoolStats", "ProcessDied", "Reported", "Shared"]
 
-log = logging.getLogger(__name__)
-
-CLOSE_S: Final = 1.0
-"""How long processes that were killed may take to be gone."""
-SPARE_S: Final = 10.0
-"""How long a process that is one more than there may be waits, idle, for the next call."""
 NOBODY: Final = Owner()
-
-
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """A value that every process of a pool can read, sent to none: it is unpickled where it is first asked for."""
-
-    descriptor: int
-    offset: int
-    size: int
-
-    def get(self) -> Any:
-        return _unpickled(self)
-
-
-@functools.lru_cache(maxsize=8)
-def _unpickled(shared: Shared) -> Any:
-    return pickle.loads(os.pread(shared.descriptor, shared.size, shared.offset))
 
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
     """Now: processes, calls that wait for one. Since the start: calls that got one, seconds for which those waited,
-    processes that died or had to be killed."""
+    calls and leases that got none in time, processes that died or had to be killed."""
 
     processes: int
     calls_waiting: int
     calls_total: int
     wait_s_total: float
+    unserved_total: int
     deaths_total: int
 
 
 class Pool:
     """At most `size` processes, for calls or for leases. Used on one event loop; starts nothing before it is needed.
 
-    A session whose calls hold no process never waits for those of others: its first is one more than there may be.
+    The last free process is for a session whose calls hold none: of two it never waits for the other's.
     """
 
     def __init__(self, size: int, name: str = "environments") -> None:
-        self._size = size
         self._name = name
-        self._processes: list[Process] = []
+        self._stock = Stock(size, name, self._serve)
         self._line: Line[Process] = Line()
         self._calls = 0
         self._waited_s = 0.0
-        self._deaths = 0
-        self._shared: dict[int, tuple[Any, Shared]] = {}
-        self._memory: int | None = None
-        self._nursery: Nursery | None = None
-        self._closed = False
+        self._unserved = 0
 
     @property
-    def pids(self) -> tuple[int, ...]:
-        return tuple(process.pid for process in self._processes)
+    def processes(self) -> tuple[Process, ...]:
+        return tuple(self._stock.alive)
 
     @property
     def stats(self) -> PoolStats:
-        return PoolStats(len(self._alive()), len(self._line), self._calls, self._waited_s, self._deaths)
+        stock = self._stock
+        return PoolStats(len(stock.alive), len(self._line), self._calls, self._waited_s, self._unserved, stock.deaths)
 
     async def call(
         self,
@@ -110,88 +81,95 @@ class Pool:
         place = self._line.join(owner)
         try:
             self._serve()
-            process = await self._within(wait, place)
-            return await asyncio.wait_for(process.run(function, args, grace=0.0), deadline)
+            async with self._within(wait):
+                process = await place.got
+            self._calls += 1
+            self._waited_s += time.monotonic() - place.since
+            async with asyncio.timeout(deadline):
+                return await process.run(function, args, grace=0.0)
         finally:
             self._leave(place)
 
-    async def lease(self) -> Process:
+    async def lease(self, wait: float | None = None) -> Process:
         """The process with the fewest users, a new one where all have some and there may be more.
 
         Where a user has only to close it counts less: the next one shares its process rather than one at work.
-        To be given back to `release`. Raises ProcessDied, OSError.
+        To be given back to `release`. wait: seconds for one to be up. Raises NoProcess.
         """
-        process = self._free()
-        if process is None:
-            process = min(self._alive(), key=lambda process: (process.load - process.closing, process.load))
-        process.load += 1
-        try:
-            await process.ready()
-        except BaseException:
-            self.release(process)
-            raise
-        return process
+        async with self._within(wait):
+            while True:
+                if (process := self._least_used()) is None:
+                    await asyncio.sleep(RETRY_S)
+                    continue
+                process.load += 1
+                try:
+                    await process.ready()
+                    return process
+                except ProcessDied:
+                    self.release(process)  # before it was up: that is no fault of who wants it
+                except BaseException:
+                    self.release(process)
+                    raise
 
     def release(self, process: Process) -> None:
-        process.load -= 1
+        self._stock.put_back(process)
 
     def share(self, value: Any) -> Shared:
         """The same value is kept once. It lives as long as the pool."""
-        if (known := self._shared.get(id(value))) is not None:
-            return known[1]
-        data = pickle.dumps(value, protocol=5)
-        memory = self._descriptor()
-        shared = Shared(memory, os.fstat(memory).st_size, len(data))
-        os.pwrite(memory, data, shared.offset)
-        self._shared[id(value)] = (value, shared)
-        return shared
+        return self._stock.share(value)
 
     async def close(self) -> None:
         """Kill them all. Idempotent."""
-        self._closed = True
+        self._stock.closed = True
         self._serve()
-        processes = list(self._processes)
-        for process in processes:
-            process.kill("no longer needed")
-        if processes:
-            await asyncio.wait([asyncio.ensure_future(process.gone()) for process in processes], timeout=CLOSE_S)
-        if self._nursery is not None:
-            self._nursery.close()
-        if self._memory is not None:
-            os.close(self._memory)
-            self._memory = None
+        await self._stock.close()
 
-    async def _within(self, wait: float | None, place: Place[Process]) -> Process:
+    @asynccontextmanager
+    async def _within(self, wait: float | None) -> AsyncIterator[None]:
+        """Raises NoProcess in place of TimeoutError."""
         try:
             async with asyncio.timeout(wait):
-                process = await place.got
-                await process.ready()
+                yield
         except TimeoutError:
-            why = f"{self._size} are busy and {len(self._line)} calls wait; --env-processes says how many there may be"
-            if not place.got.cancelled():
-                why = "one was there, and not up yet"
-            raise NoProcess(f"no process of {self._name} was free within {wait:g} s: {why}") from None
-        self._calls += 1
-        self._waited_s += time.monotonic() - place.since
-        return process
+            self._unserved += 1
+            raise NoProcess(f"no process of {self._name} could be had within {wait:g} s: {self._why()}") from None
+
+    def _why(self) -> str:
+        stock = self._stock
+        if stock.refused:
+            return f"none can be started ({stock.refused}), and {stock.busy} are busy"
+        return (
+            f"{stock.busy} of {stock.size} are busy, {stock.starting} not up yet, and {len(self._line)} calls wait; "
+            "--env-processes says how many there may be"
+        )
 
     def _serve(self) -> None:
-        """Give what is free to those that wait for it."""
+        """Give what is free to those that wait for it, and start what is missing."""
         while (place := self._line.first()) is not None:
             if place.got.done():  # cancelled, and it does not know yet
                 self._line.leave(place)
                 continue
-            try:
-                process = self._free(more=self._line.holds(place.owner.session) == 0)
-            except (OSError, ProcessDied) as error:
+            if self._stock.closed:
                 self._line.leave(place)
-                place.got.set_exception(error)
+                place.got.set_exception(self._over())
                 continue
+            process = self._free(newcomer=not self._line.holds(place.owner.session))
             if process is None:
                 return
             self._line.take(place)
             process.load += 1
             place.got.set_result(process)
+
+    def _free(self, *, newcomer: bool) -> Process | None:
+        """An idle one. newcomer: for a session that holds none, which may have the last one too."""
+        stock = self._stock
+        left = stock.size - stock.busy
+        room = max(left - 1, min(left, 1) if newcomer else 0)
+        if room > 0 and (idle := stock.idle()) is not None:
+            return idle
+        while stock.starting < min(room, len(self._line)) and stock.start() is not None:
+            pass
+        return None
 
     def _leave(self, place: Place[Process]) -> None:
         """Its call is over, or given up, perhaps while it waited."""
@@ -202,51 +180,18 @@ class Pool:
         process = got.result()
         if process.leaves_children:
             process.kill("killed, since a call left processes behind")
-        process.load -= 1
         self._line.give_back(place.owner)
-        if len(self._alive()) > self._size:
-            asyncio.get_running_loop().call_later(SPARE_S, self._trim)
+        self._stock.put_back(process)
         self._serve()
 
-    def _trim(self) -> None:
-        """End those that are more than there may be, and idle."""
-        alive = self._alive()
-        idle = [process for process in alive if process.load == 0]
-        for process in idle[: max(0, len(alive) - self._size)]:
-            self._processes.remove(process)
-            process.kill("one more than there may be")
+    def _least_used(self) -> Process | None:
+        """For a lease. None: there is none, and none can be started now. Raises NoProcess where there are no more."""
+        if self._stock.closed:
+            raise self._over()
+        if (process := self._stock.idle() or self._stock.start()) is not None:
+            return process
+        alive = (process for process in self._stock.alive if not process.died.done())
+        return min(alive, key=lambda process: (process.load - process.closing, process.load), default=None)
 
-    def _free(self, *, more: bool = False) -> Process | None:
-        """One that nobody uses, where one more may be used. more: also where not."""
-        if self._closed:
-            raise ProcessDied(f"{self._name}: there are no more processes")
-        alive = self._alive()
-        idle = [process for process in alive if process.load == 0]
-        if len(alive) - len(idle) >= self._size and not more:
-            return None
-        return idle[0] if idle else self._start()
-
-    def _alive(self) -> list[Process]:
-        return [process for process in self._processes if not process.died.done()]
-
-    def _start(self) -> Process:
-        if self._nursery is None or not self._nursery.alive:
-            self._nursery = Nursery((self._descriptor(),))
-        process = Process(f"process of {self._name}", self._nursery)
-        self._processes.append(process)
-        process.died.add_done_callback(lambda died: self._bury(process, died.result()))
-        return process
-
-    def _bury(self, process: Process, reason: str) -> None:
-        if process not in self._processes:
-            return
-        self._processes.remove(process)
-        if not self._closed:
-            self._deaths += 1
-            log.warning("%s", reason)
-        self._serve()
-
-    def _descriptor(self) -> int:
-        if self._memory is None:
-            self._memory = os.memfd_create("shared values")
-        return self._memory
+    def _over(self) -> NoProcess:
+        return NoProcess(f"{self._name}: there are no more processes")

@@ -18,6 +18,7 @@ from rollout.environments.frames import MAX_RESULT, MAX_TEXT, NotPlain, frame, p
 from rollout.environments.host import READY, REPLY, Forget, Interrupt, Message, Run
 from rollout.environments.nursery import Nursery
 from rollout.environments.output import Output
+from rollout.environments.warden import CODE, PID
 
 log = logging.getLogger(__name__)
 
@@ -32,9 +33,10 @@ class Process:
     """It inherits nothing of ours but its end of two sockets; its stdin is at its end.
 
     It ends with this process, however that ends, and everything that it started ends with it. Made on the event loop.
-    pid: of the outer of its two processes, once it is ready. load: for its users to count; closing: those of them that
-    have only to close. leaves_children: its last call left processes behind that still run.
-    died: ends with the reason when the process is gone.
+    pid: of the outer of its two processes, once it is up. load: for its users to count; closing: those of them that
+    have only to close. idle_since: `time.monotonic()`, where there are none. leaves_children: its last call left
+    processes behind that still run.
+    up: ends when it takes calls, and never where it dies before. died: ends with how, when it is gone.
     """
 
     def __init__(self, name: str, nursery: Nursery) -> None:
@@ -44,10 +46,11 @@ class Process:
         self.pid = 0
         self.load = 0
         self.closing = 0
+        self.idle_since = 0.0
         self.leaves_children = False
+        self.up: asyncio.Future[bytes] = loop.create_future()
         self.died: asyncio.Future[str] = loop.create_future()
-        self._ready: asyncio.Future[bytes] = loop.create_future()
-        self._calls = {READY: self._ready}
+        self._calls = {READY: self.up}
         self._numbers = itertools.count(READY + 1)
         self._lifeline, theirs = socket.socketpair()
         self._connection, connection = socket.socketpair()
@@ -67,9 +70,16 @@ class Process:
         self._output = Output(output, name)
         self._work = [loop.create_task(work) for work in (self._talk(), self._watch())]
 
+    def __str__(self) -> str:
+        return f"{self.name} {self.pid}"
+
+    @property
+    def is_up(self) -> bool:
+        return self.up.done() and not self.died.done()
+
     async def ready(self) -> None:
         """Until it takes calls. Raises ProcessDied."""
-        await asyncio.wait((self._ready, self.died), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((self.up, self.died), return_when=asyncio.FIRST_COMPLETED)
         self._must_live()
 
     async def run(
@@ -110,7 +120,7 @@ class Process:
             self._send(Forget(kept))
 
     def kill(self, reason: str) -> None:
-        """And everything that it started. Whoever waits for it gets ProcessDied(reason) now."""
+        """And everything that it started. Whoever waits for it gets ProcessDied now."""
         if not self.died.done():
             with suppress(OSError):
                 self._lifeline.shutdown(socket.SHUT_WR)
@@ -122,7 +132,7 @@ class Process:
 
     def _must_live(self) -> None:
         if self.died.done():
-            raise ProcessDied(self.died.result())
+            raise ProcessDied(str(self), self.died.result())
 
     def _send(self, message: Message) -> None:
         self._writer.write(frame(pickle.dumps(message, protocol=5)))
@@ -165,22 +175,28 @@ class Process:
             answer.set_exception(error)
 
     async def _watch(self) -> None:
-        """The lifeline says who it is and how it ended, and closes when nothing is left of it."""
+        """The lifeline says who it is and how it ended, in lines, and closes when nothing is left of it."""
         loop = asyncio.get_running_loop()
         said = b""
         try:
-            while chunk := await loop.sock_recv(self._lifeline, 64):
-                said += chunk
-                pid, whole, code = said.partition(b"\n")
-                if whole:
-                    self.pid = int(pid)
-                if code.endswith(b"\n"):
-                    self._end(self._how(int(code)))
-        except (OSError, ValueError) as error:
+            while chunk := await loop.sock_recv(self._lifeline, 256):
+                *lines, said = (said + chunk).split(b"\n")
+                for line in lines:
+                    self._hear(line.decode())
+        except OSError as error:
             log.warning("the lifeline of %s broke: %s", self.name, error)
-        self._end("gone")
+        self._end("gone" if self.up.done() else "gone before it was up")
         self._lifeline.close()
         self._output.close()
+
+    def _hear(self, line: str) -> None:
+        what, _, value = line.partition(" ")
+        if what == PID:
+            self.pid = int(value)
+        elif what == CODE:
+            self._end(self._how(int(value)))
+        else:
+            self._end(line)
 
     def _how(self, code: int) -> str:
         how = f"killed by signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"ended with exit code {code}"
@@ -190,12 +206,11 @@ class Process:
     def _end(self, how: str) -> None:
         if self.died.done():
             return
-        reason = f"{self.name} {self.pid}: {how}"
-        self.died.set_result(reason)
+        self.died.set_result(how)
         calls, self._calls = self._calls, {}
         for number, answer in calls.items():
             if number != READY and not answer.done():
-                answer.set_exception(ProcessDied(reason))
+                answer.set_exception(ProcessDied(str(self), how))
 
 
 def plain_or_reported(data: bytes) -> Any:

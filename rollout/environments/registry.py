@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
 import pickle
 from collections.abc import Container, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
@@ -23,8 +24,13 @@ ENTRY_POINTS = "rollout_worker.environments"
 """Entry-point group: `name = "module:Class"`."""
 
 BUILT_IN = ("remote", "scripted", "tools")
-PROCESSES = 8
-"""At most so many are started for environments that do not run in the worker."""
+LEAST = 16
+
+
+def processes_by_default() -> int:
+    """For all environments and tools that do not run in the worker: one for each processor that it may use, and 16 at
+    least, since most of them wait."""
+    return max(LEAST, len(os.sched_getaffinity(0)))
 
 
 class Registry:
@@ -36,16 +42,16 @@ class Registry:
         installed: Sequence[EntryPoint] = (),
         *,
         isolated: Container[str] = (),
-        processes: int = PROCESSES,
+        processes: int = LEAST,
         tools: type[ToolEnvironment] | None = None,
     ) -> None:
-        """isolated: names whose environments run in processes whatever their class says; processes: at most so many.
+        """isolated: names whose environments run in processes whatever their class says.
 
-        tools: what `tools` makes; None refuses it.
+        processes: at most so many, half of them for environments. tools: what `tools` makes; None refuses it.
         """
-        self._pool = Pool(processes)
-        # Of their own: a call of a tool needs a whole process, and environments may hold all of those they share.
-        self._tool_pool = Pool(processes, "tools")
+        # A call of a tool needs a whole process, and environments may hold all of those they share.
+        self._pool = Pool(processes // 2)
+        self._tool_pool = Pool(processes - processes // 2, "tools")
         self._tools = None if tools is None else Placed(tools, self._tool_pool)
         self._isolated = isolated
         self._plugins = {name: self._placed(name, factory) for name, factory in plugins.items()}
@@ -55,7 +61,7 @@ class Registry:
                 raise ValueError(f"environment {name!r} is built in: choose another name")
 
     @classmethod
-    def load(cls, specs: Sequence[str] = (), *, processes: int = PROCESSES, tools: Sequence[str] = ()) -> Registry:
+    def load(cls, specs: Sequence[str] = (), *, processes: int = LEAST, tools: Sequence[str] = ()) -> Registry:
         """specs: `name=module:Class` or `name=module:Class,process`, one per `--env`; each is imported now.
 
         tools: modules of the functions that `tools` offers.
@@ -124,6 +130,7 @@ class Registry:
             "calls_waiting": tools.calls_waiting,
             "calls_total": tools.calls_total,
             "call_wait_s_total": tools.wait_s_total,
+            "no_process_total": environments.unserved_total + tools.unserved_total,
             "process_deaths_total": environments.deaths_total + tools.deaths_total,
         }
 

@@ -17,6 +17,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, NoReturn
 
+PID: Final = "pid"
+CODE: Final = "code"
+"""What the first words of lines on the lifeline say of the rest. Any other line is why there is no process."""
 PR_SET_PDEATHSIG: Final = 1
 PR_SET_CHILD_SUBREAPER: Final = 36
 NICENESS: Final = 5
@@ -27,8 +30,8 @@ PAUSE_MS: Final = 10
 def main(lifeline: int, connection: int) -> NoReturn:
     """lifeline: its end, or rather the end of whoever holds the other one, ends everything here.
 
-    connection: for the inner process (rollout/environments/host.py). Its exit code (negative: the signal that killed
-    it) is written into `lifeline` as a line, after a first line with our process id.
+    connection: for the inner process (rollout/environments/host.py). Written into `lifeline`, as lines: our process id,
+    and its exit code (negative: the signal that killed it).
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _adopt_orphans()
@@ -38,10 +41,12 @@ def main(lifeline: int, connection: int) -> NoReturn:
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     warden = os.getpid()
-    os.write(lifeline, b"%d\n" % warden)
-    inner = os.fork()
+    say(lifeline, f"{PID} {warden}")
+    inner = fork(lifeline)
     if inner == 0:
         _become_host(warden, lifeline, connection, (woken, wake))
+    if inner is None:
+        os._exit(1)
     os.close(connection)
     watched = select.poll()
     watched.register(lifeline, select.POLLIN)
@@ -54,10 +59,23 @@ def main(lifeline: int, connection: int) -> NoReturn:
             os.read(woken, 4096)
         code = _reap(inner)
     if code is not None:
-        with suppress(OSError):
-            os.write(lifeline, b"%d\n" % code)
+        say(lifeline, f"{CODE} {code}")
     _kill_all(inner)
     os._exit(0)
+
+
+def say(lifeline: int, line: str) -> None:
+    with suppress(OSError):
+        os.write(lifeline, f"{line}\n".encode())
+
+
+def fork(lifeline: int) -> int | None:
+    """As `os.fork`. None where the system refuses it, which the lifeline is told."""
+    try:
+        return os.fork()
+    except OSError as error:
+        say(lifeline, f"it cannot be forked: {error}")
+        return None
 
 
 def _become_host(warden: int, lifeline: int, connection: int, ends: tuple[int, int]) -> NoReturn:

@@ -77,6 +77,7 @@ class Gauges:
             "env/processes": environments["processes"],
             "env/calls_waiting": environments["calls_waiting"],
             **_ratio("env/call_wait_s_avg", since["call_wait_s_total"], since["calls_total"]),
+            "env/no_process": environments["no_process_total"],
             "env/process_deaths": environments["process_deaths_total"],
             "weights/version": status.weight_version,
             **self._weights,

@@ -72,6 +72,7 @@ NAMES: Final[dict[str, Meaning]] = {
     "env/processes": Meaning("processes", "that environments and tools run in (--env-processes)"),
     "env/calls_waiting": Meaning("calls", "of tools, for a process to be free"),
     "env/call_wait_s_avg": Meaning("s", "a call of a tool waited for its process"),
+    "env/no_process": Meaning("", "calls of tools and environments that got no process in time", counter=True),
     "env/process_deaths": Meaning("", "processes that died, or were killed at a deadline", counter=True),
     "weights/version": Meaning("", "of the weights that serve"),
     "weights/load_s": Meaning("s", "the last update took to be read and checked, beside generation"),

@@ -171,7 +171,9 @@ class Service:
         return Rollout(
             spec,
             engine=self._generator,
-            environment=self.environments.resolve(spec.group.environment, Owner(spec.session, spec.trajectory_id)),
+            environment=self.environments.resolve(
+                spec.group.environment, Owner(spec.session, spec.batch_id, spec.trajectory_id)
+            ),
             model=self.model,
             on_turn=on_turn,
             tokenizer=self._tokenizer,

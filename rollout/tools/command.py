@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 from collections.abc import Mapping
 from contextlib import suppress
+from typing import Final
+
+from rollout.environments.errors import NoProcess
 
 LIMIT = 65_536
 """Bytes of output."""
+REFUSED: Final = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+"""What the system answers where it has no room for one more process."""
 
 
 async def command(
@@ -20,17 +26,23 @@ async def command(
     Its standard input is empty. It gets a session of its own, and that is killed, children included, when nobody holds
     its output any more, when more than `limit` bytes were printed, and when the caller is cancelled, as a tool is at
     its deadline. For `async def` tools: a `def` tool may use `subprocess`, for it runs in a process that is killed
-    whole. Raises OSError where there is no such program.
+    whole. Raises OSError where there is no such program, NoProcess where the system refuses one more process: that ends
+    the trajectory, for it is no result of the tool.
     """
-    process = await asyncio.create_subprocess_exec(
-        *arguments,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        cwd=cwd,
-        env=None if env is None else dict(env),
-        start_new_session=True,
-    )
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *arguments,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            cwd=cwd,
+            env=None if env is None else dict(env),
+            start_new_session=True,
+        )
+    except OSError as error:
+        if error.errno in REFUSED:
+            raise NoProcess(f"the system refuses a process: {error}") from error
+        raise
     assert process.stdout is not None
     printed = bytearray()
     try:

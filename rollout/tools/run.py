@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from rollout.environments.calls import Call as Started
 from rollout.environments.calls import Raised
-from rollout.environments.errors import NoProcess, Reported, describe
+from rollout.environments.errors import NoProcess, ProcessDied, Reported, describe
 from rollout.environments.pool import NOBODY, Owner, Pool
 from rollout.tools.parse import BadCall, Call
 from rollout.tools.results import LIMIT, as_text
@@ -83,6 +83,8 @@ class Runner:
             return self._failed(call.name, f"timeout: no result within {self.deadline_s:g} s", "timeout")
         except NoProcess:
             raise
+        except ProcessDied as error:  # which process it was is nothing to learn from
+            return self._failed(call.name, f"the tool did not return: {error.how}", "raised")
         except Exception as error:
             return self._failed(call.name, describe(error), "raised")
 
@@ -111,6 +113,8 @@ class Runner:
                 await asyncio.wait({started.task}, timeout=UNWIND_S)
         outcome = started.task.result()
         if isinstance(outcome, Raised):
+            if isinstance(outcome.error, NoProcess):
+                raise outcome.error
             # As a text: a cancellation or an exit that a tool raises is not ours.
             raise Reported(describe(outcome.error))
         return outcome.value

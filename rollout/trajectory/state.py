@@ -12,7 +12,8 @@ import numpy as np
 from protocols.fields import Group, Partial
 from rollout.chat.messages import all_as_json
 from rollout.environments.answer import End
-from rollout.environments.guard import Guard, Stops
+from rollout.environments.bounded import Stops
+from rollout.environments.guard import Guard
 from rollout.trajectory.spec import TrajectorySpec
 from rollout.trajectory.trajectory import Trajectory
 

@@ -225,14 +225,14 @@ def held(service: Service) -> dict[str, int]:
         "batches": sum(len(session.batches) for session in sessions),
         "events": sum(len(session.outbox) for session in sessions),
         "kv": len(gate._budget._running) + len(gate._away) + gate.num_waiting,  # type: ignore[union-attr]
-        "environments": sum(process.load for pool in pools for process in pool._processes),
+        "environments": sum(process.load for pool in pools for process in pool.processes),
         "calls": sum(len(pool._line) for pool in pools),
     }
 
 
 def play(seed: int, rounds: int) -> Counter[str]:
     model = ModelInfo(architecture="stub", dtype="float32", vocab_size=VOCAB, max_context=MAX_CONTEXT)
-    registry = Registry({"rough": Rough, "rougher": Rougher}, processes=PROCESSES)
+    registry = Registry({"rough": Rough, "rougher": Rougher}, processes=2 * PROCESSES)
     what = Served(model, 0, "stub:start", registry, kv_tokens=KV_TOKENS)
     timeouts = Timeouts(client=1.0, drain=1.0, ack=1.0)
     with worker(Uneven(), what=what, at_once=12, timeouts=timeouts) as thread:

@@ -98,7 +98,7 @@ def play(client: RolloutClient, count: int, seed: int) -> Counter[str]:
 
 def odd_worker() -> Any:
     model = ModelInfo(architecture="stub", dtype="float32", vocab_size=VOCAB, max_context=16384)
-    registry = Registry({"odd": Odd}, processes=PROCESSES)
+    registry = Registry({"odd": Odd}, processes=2 * PROCESSES)
     return worker(what=Served(model, 0, "stub:start", registry), at_once=PROCESSES)
 
 

@@ -89,7 +89,7 @@ HARM: dict[str, Any] = {
 def harmed(processes: int = 8) -> Iterator[WorkerThread]:
     """A worker that must be whole afterwards: idle, and without a child."""
     model = ModelInfo(architecture="stub", dtype="float32", vocab_size=VOCAB, max_context=16384)
-    registry = Registry({"harmful": Harmful, "waiting": Waiting, "forking": Forking}, processes=processes)
+    registry = Registry({"harmful": Harmful, "waiting": Waiting, "forking": Forking}, processes=2 * processes)
     with worker(what=Served(model, 0, "stub:start", registry)) as served:
         yield served
         with RawClient(served.address) as client:

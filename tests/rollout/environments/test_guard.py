@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from protocols.fields import Record
-from rollout.environments import guard as guard_module
+from rollout.environments import bounded
 from rollout.environments.base import Context, Environment, Observation, Rewards, Step, TurnResult
 from rollout.environments.guard import Patience
 from rollout.trajectory.spec import Answer, End
@@ -91,7 +91,7 @@ def test_an_error_that_cannot_be_printed_is_still_reported_and_a_long_one_is_cut
         end = run(main(Unprintable(error)))
         assert end.failure.message == "Unprintable (it cannot be printed)"
     end = run(main(ValueError("x" * 2_000_000)))
-    assert len(end.failure.message) == guard_module.MAX_MESSAGE
+    assert len(end.failure.message) == bounded.MAX_MESSAGE
 
 
 def test_what_raises_only_when_it_is_looked_at_is_an_error_too() -> None:
@@ -244,7 +244,7 @@ def test_a_blocking_step_is_left_behind_and_nobody_else_touches_its_environment(
 
 
 def test_a_step_that_swallows_its_cancellation_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard_module, "UNWIND_S", 0.05)
+    monkeypatch.setattr(bounded, "UNWIND_S", 0.05)
 
     async def main() -> None:
         over = asyncio.Event()

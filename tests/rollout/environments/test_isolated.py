@@ -31,7 +31,7 @@ def with_registry(main: Callable[[Registry], Awaitable[None]], processes: int = 
     names = {name: getattr(odd, name) for name in ("Odd", "Patient", "Telling", "Asking", "Least", "broken")}
 
     async def body() -> None:
-        registry = Registry(names, processes=processes)
+        registry = Registry(names, processes=2 * processes)
         try:
             await main(registry)
         finally:
@@ -182,7 +182,7 @@ def test_a_process_that_dies_takes_its_own_trajectories_with_it_at_once_and_no_o
             assert lost.failure is not None
             assert "killed by signal 9" in lost.failure.message
             assert lost.failure.stage == "step"
-        assert len(registry._pool.pids) == 1
+        assert len(registry._pool.processes) == 1
         answer = await there.step(TURN, ())
         assert isinstance(answer, Answer)
         for each in (here, there, beside):
@@ -258,8 +258,8 @@ def test_many_share_few_processes() -> None:
     async def main(registry: Registry) -> None:
         rewards = await asyncio.gather(*(play(guard(registry, "Odd"), about()) for _ in range(40)))
         assert rewards == [Rewards(3.0)] * 40
-        assert len(registry._pool.pids) == 2
-        assert all(process.load == 0 for process in registry._pool._processes)
+        assert len(registry._pool.processes) == 2
+        assert all(process.load == 0 for process in registry._pool.processes)
 
     with_registry(main, processes=2)
 
@@ -276,9 +276,9 @@ def test_many_that_hang_at_once_end_at_their_deadlines_and_leave_nothing_behind(
         assert time.monotonic() - began < 0.5 + 10.0, "not one after the other"
         if stage != "close":
             assert all(isinstance(end, End) and end.reason == "env_error" for end in ends)
-        assert all(process.load == 0 for process in registry._pool._processes)
+        assert all(process.load == 0 for process in registry._pool.processes)
         assert await play(guard(registry, "Odd"), about()) == Rewards(3.0)
-        assert len(registry._pool.pids) <= 2
+        assert len(registry._pool.processes) <= 2
 
     with_registry(main, processes=2)
 
@@ -289,7 +289,7 @@ def test_who_comes_while_another_closes_shares_with_that_one_and_not_with_one_at
         for opened, plan in ((here, {}), (there, {"stage": "close", "what": "hang"})):
             assert not isinstance(await opened.open(about(**plan), ()), End)
         closing = asyncio.ensure_future(there.close())
-        first, second = registry._pool._processes
+        first, second = registry._pool.processes
         await soon(lambda: second.closing == 1)
         third = guard(registry, "Odd")
         assert not isinstance(await third.open(about(), ()), End)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout.environments import warden
+from rollout.environments import stock, warden
 from rollout.environments.frames import MAX_RESULT
 from rollout.environments.pool import NoProcess, Owner, Pool, ProcessDied, Reported
 from rollout.environments.processes import Process
@@ -27,13 +27,15 @@ from tests.rollout.workers import ROOT, eventually, soon
 GRACE_S = 2.0
 
 
-def with_pool(main: Callable[[Pool], Awaitable[None]], size: int = 2) -> None:
+def with_pool(main: Callable[[Pool], Awaitable[None]], size: int = 3) -> None:
+    """One session may have one process less."""
+
     async def body() -> None:
         pool = Pool(size, "tests")
         try:
             await main(pool)
         finally:
-            pids = pool.pids
+            pids = pids_of(pool)
             await pool.close()
             await soon(lambda: not any(alive(pid) for pid in pids))
 
@@ -45,6 +47,10 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def pids_of(pool: Pool) -> tuple[int, ...]:
+    return tuple(process.pid for process in pool.processes)
 
 
 def parent_of(pid: int) -> int:
@@ -59,12 +65,12 @@ def test_a_function_is_called_in_another_process_and_plain_values_cross() -> Non
     async def main(pool: Pool) -> None:
         assert await pool.call(foreign.add, (2, 3)) == 5
         assert await pool.call(foreign.later, (0.0, "x")) == "x"
-        assert await pool.call(foreign.pid) not in (os.getpid(), *pool.pids)
+        assert await pool.call(foreign.pid) not in (os.getpid(), *pids_of(pool))
         got = await pool.call(foreign.array, (1000,))
         assert got["ids"].dtype == np.int32
         assert got["ids"].tolist() == list(range(1000))
         assert (got["reward"], got["nested"]) == (0.5, [(1, "ä"), {2.5, None}, b"x"])
-        assert len(pool.pids) == 1, "one at a time needs one process"
+        assert len(pids_of(pool)) == 1, "one at a time needs one process"
 
     with_pool(main)
 
@@ -87,9 +93,9 @@ def test_an_error_comes_back_as_text_and_its_process_goes_on(function: Any, args
         with pytest.raises(Reported) as caught:
             await pool.call(function, args)
         assert re.search(message, str(caught.value)), caught.value
-        before = pool.pids
+        before = pids_of(pool)
         assert await pool.call(foreign.add, (1, 1)) == 2
-        assert pool.pids == before
+        assert pids_of(pool) == before
 
     with_pool(main)
 
@@ -141,7 +147,7 @@ def test_a_death_is_noticed_at_once_and_the_next_call_has_a_new_process(function
 def test_a_deadline_ends_whatever_runs(function: Any, args: Any) -> None:
     async def main(pool: Pool) -> None:
         await pool.call(foreign.add, (1, 1))
-        (pid,) = pool.pids
+        (pid,) = pids_of(pool)
         beside = asyncio.ensure_future(pool.call(foreign.later, (0.6, "beside")))
         began = time.monotonic()
         with pytest.raises(TimeoutError):
@@ -227,7 +233,7 @@ def test_calls_wait_for_a_free_process_and_their_deadline_with_them() -> None:
         began = time.monotonic()
         await asyncio.gather(*(pool.call(foreign.sleep, (0.2,), 10.0) for _ in range(4)))
         assert time.monotonic() - began >= 0.4, "two processes, four calls"
-        assert len(pool.pids) == 2
+        assert len(pids_of(pool)) == 2
         slow = asyncio.ensure_future(pool.call(foreign.sleep, (1.0,)))
         slow_too = asyncio.ensure_future(pool.call(foreign.sleep, (1.0,)))
         await asyncio.sleep(0.1)
@@ -243,7 +249,9 @@ def test_a_wait_for_a_process_ends_in_time_by_name_and_the_line_moves_on() -> No
         slow = [asyncio.ensure_future(pool.call(foreign.later, (600.0, None))) for _ in range(2)]
         await asyncio.sleep(0)
         began = time.monotonic()
-        with pytest.raises(NoProcess, match=r"of tests was free within 0\.2 s: 2 are busy and 1 calls wait"):
+        with pytest.raises(
+            NoProcess, match=r"of tests could be had within 0\.2 s: 2 of 3 are busy, 0 not up yet, and 1 call"
+        ):
             await pool.call(foreign.add, (1, 1), 10.0, wait=0.2)
         assert 0.2 <= time.monotonic() - began < 5.0
         assert pool.stats.calls_waiting == 0
@@ -263,17 +271,15 @@ def test_a_wait_for_a_process_ends_in_time_by_name_and_the_line_moves_on() -> No
 
 
 def test_a_process_that_does_not_come_up_is_not_called_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def never(self: Process) -> None:  # noqa: ARG001
-        await asyncio.Event().wait()
-
     async def main(pool: Pool) -> None:
         with monkeypatch.context() as patched:
-            patched.setattr(Process, "ready", never)
-            with pytest.raises(NoProcess, match=r"free within 0\.05 s: one was there, and not up yet"):
+            patched.setattr(Process, "_take", lambda *_: None)  # it hears of nothing, so of no process that is up
+            with pytest.raises(NoProcess, match=r"had within 0\.05 s: 0 of 3 are busy, 1 not up yet, and 1 calls"):
                 await pool.call(foreign.add, (1, 1), wait=0.05)
-        assert (pool.stats.calls_waiting, pool.stats.calls_total) == (0, 0)
-        assert await pool.call(foreign.add, (1, 1)) == 2
-        assert len(pool.pids) == 1, "it is the next one's when it is up"
+            with pytest.raises(NoProcess, match="2 not up yet"):
+                await pool.lease(0.05)
+        stats = pool.stats
+        assert (stats.calls_waiting, stats.calls_total, stats.unserved_total) == (0, 0, 2)
 
     with_pool(main)
 
@@ -289,7 +295,7 @@ def test_a_call_that_is_given_up_as_its_process_comes_gives_it_back() -> None:
         await asyncio.wait((given_up,))
         assert given_up.cancelled()
         assert await pool.call(foreign.add, (1, 1), wait=10.0) == 2
-        assert len(pool.pids) == 1, "nobody had to be killed for it"
+        assert len(pids_of(pool)) == 1, "nobody had to be killed for it"
 
     with_pool(main, size=1)
 
@@ -301,20 +307,23 @@ def test_hung_calls_of_many_return_their_processes_at_their_deadline() -> None:
         await asyncio.gather(*(pool.call(foreign.later, (0.1, None)) for _ in range(2)))
         began = time.monotonic()
         hung = [
-            asyncio.ensure_future(pool.call(how, args, 0.2, owner=Owner("a", str(i))))
+            asyncio.ensure_future(pool.call(how, args, 0.2, owner=Owner("a", trajectory=str(i))))
             for i, (how, args) in enumerate([(foreign.sleep, (600,)), (foreign.stubborn, ())] * 10)
         ]
-        second = asyncio.ensure_future(pool.call(foreign.sleep, (600,), 0.2, owner=Owner("a", "0")))
+        second = asyncio.ensure_future(pool.call(foreign.sleep, (600,), 0.2, owner=Owner("a", trajectory="0")))
+        ended: list[asyncio.Future[Any]] = []
+        for task in (*hung, second):
+            task.add_done_callback(ended.append)
         healthy = asyncio.ensure_future(pool.call(foreign.add, (1, 1), 10.0, owner=Owner("b")))
         assert await healthy == 2
         assert sum(task.done() for task in hung) <= 2, "another's hung calls were waited for"
         results = await asyncio.gather(*hung, return_exceptions=True)
         took = time.monotonic() - began
         assert [type(result) for result in results] == [TimeoutError] * 20
-        assert not second.done(), "the second call of one went before the first of another"
         assert 2.0 <= took < 10.0
         with pytest.raises(TimeoutError):
             await second
+        assert second in ended[-2:], "the second call of one went before the first of another"
         await soon(lambda: pool.stats.deaths_total == 21)
         stats = pool.stats
         assert (stats.calls_waiting, stats.calls_total) == (0, 2 + 20 + 1 + 1)
@@ -323,23 +332,22 @@ def test_hung_calls_of_many_return_their_processes_at_their_deadline() -> None:
     with_pool(main)
 
 
-def test_a_session_that_has_none_gets_one_more_than_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout.environments.pool.SPARE_S", 0.1)
-
+def test_the_last_one_is_for_a_session_that_has_none_and_there_are_never_more() -> None:
     async def main(pool: Pool) -> None:
-        hung = [asyncio.ensure_future(pool.call(foreign.later, (600.0, None), owner=Owner("a"))) for _ in range(3)]
+        hung = [asyncio.ensure_future(pool.call(foreign.later, (600.0, None), owner=Owner("a"))) for _ in range(4)]
         await asyncio.sleep(0)
         assert await pool.call(foreign.add, (1, 1), owner=Owner("b")) == 2
-        spare = await pool.call(foreign.pid, owner=Owner("b"))
-        assert await pool.call(foreign.pid, owner=Owner("c")) == spare, "it stays for the next"
-        assert (pool.stats.processes, pool.stats.calls_waiting) == (3, 1), "a may have two"
-        slow = asyncio.ensure_future(pool.call(foreign.sleep, (0.2,), owner=Owner("b")))
+        last = await pool.call(foreign.pid, owner=Owner("b"))
+        assert await pool.call(foreign.pid, owner=Owner("c")) == last
+        assert (pool.stats.processes, pool.stats.calls_waiting) == (3, 2), "a may have two"
+        slow = asyncio.ensure_future(pool.call(foreign.sleep, (0.3,), owner=Owner("b")))
         await asyncio.sleep(0)
-        with pytest.raises(NoProcess):
-            await pool.call(foreign.add, (1, 1), owner=Owner("b"), wait=0.05)
+        for late in ("b", "c"):
+            with pytest.raises(NoProcess, match="3 of 3 are busy"):
+                await pool.call(foreign.add, (1, 1), owner=Owner(late), wait=0.02)
+        assert await pool.call(foreign.pid, owner=Owner("c"), wait=60.0) == last, "before the third of a"
         await slow
-        await soon(lambda: pool.stats.processes == 2)
-        assert pool.stats.deaths_total == 0
+        assert (pool.stats.processes, pool.stats.deaths_total, pool.stats.unserved_total) == (3, 0, 2)
         for task in hung:
             task.cancel()
         await asyncio.wait(hung)
@@ -347,15 +355,31 @@ def test_a_session_that_has_none_gets_one_more_than_there_may_be(monkeypatch: py
     with_pool(main)
 
 
+def test_who_is_not_used_any_more_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stock, "IDLE_S", 0.3)
+
+    async def main(pool: Pool) -> None:
+        await asyncio.gather(*(pool.call(foreign.sleep, (0.05,)) for _ in range(2)))
+        leased = await pool.lease()
+        assert pool.stats.processes == 2
+        await soon(lambda: pool.stats.processes == 1)
+        assert pool.processes == (leased,)
+        assert pool.stats.deaths_total == 0
+        pool.release(leased)
+        await soon(lambda: pool.stats.processes == 0)
+        assert await pool.call(foreign.add, (1, 1)) == 2
+
+    with_pool(main)
+
+
 def test_whoever_waits_when_the_pool_closes_is_told() -> None:
     async def main(pool: Pool) -> None:
         calls = [asyncio.ensure_future(pool.call(foreign.later, (600.0, None))) for _ in range(4)]
-        await asyncio.sleep(0)
-        assert pool.stats.calls_waiting == 2
+        await soon(lambda: pool.stats.calls_waiting == 2)
         await pool.close()
         results = await asyncio.gather(*calls, return_exceptions=True)
-        assert [type(result) for result in results] == [ProcessDied] * 4
-        with pytest.raises(ProcessDied, match="no more processes"):
+        assert [type(result) for result in results] == [ProcessDied] * 2 + [NoProcess] * 2
+        with pytest.raises(NoProcess, match="no more processes"):
             await pool.lease()
 
     with_pool(main)
@@ -377,7 +401,7 @@ def test_objects_are_kept_in_a_process_that_several_share() -> None:
             pool.release(process)
         assert await pool.lease() in (one, two)
 
-    with_pool(main)
+    with_pool(main, size=2)
 
 
 def test_python_code_that_is_given_up_ends_without_its_process() -> None:
@@ -402,13 +426,13 @@ def test_python_code_that_is_given_up_ends_without_its_process() -> None:
 def test_processes_are_forked_in_a_process_that_is_replaced_when_it_dies() -> None:
     async def main(pool: Pool) -> None:
         await pool.call(foreign.add, (1, 1))
-        (first,) = pool.pids
+        (first,) = pids_of(pool)
         nursery = parent_of(first)
         os.kill(nursery, signal.SIGKILL)
         while alive(nursery):  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         assert await pool.call(foreign.add, (1, 1)) == 2, "its children live on"
-        assert pool.pids == (first,)
+        assert pids_of(pool) == (first,)
         with pytest.raises(ProcessDied):
             await pool.call(foreign.leave, (1,))
         assert await pool.call(foreign.add, (1, 1)) == 2

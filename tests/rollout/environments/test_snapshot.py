@@ -21,7 +21,7 @@ NAMES = ("Odd", "Saved", "SavedHere", "BadlySaved")
 
 def with_registry(main: Callable[[Registry], Awaitable[None]]) -> None:
     async def body() -> None:
-        registry = Registry({name: getattr(odd, name) for name in NAMES}, processes=2)
+        registry = Registry({name: getattr(odd, name) for name in NAMES}, processes=4)
         try:
             await main(registry)
         finally:

@@ -21,6 +21,7 @@ ENVIRONMENTS = {
     "calls_waiting": 2.0,
     "calls_total": 4.0,
     "call_wait_s_total": 6.0,
+    "no_process_total": 4.0,
     "process_deaths_total": 1.0,
 }
 
@@ -68,6 +69,7 @@ def test_how_long_tools_wait_for_a_process() -> None:
     first = gauges.look(status())
     assert (first["env/processes"], first["env/calls_waiting"], first["env/process_deaths"]) == (3, 2, 1)
     assert first["env/call_wait_s_avg"] == 1.5
+    assert first["env/no_process"] == 4
     later = ENVIRONMENTS | {"calls_total": 6.0, "call_wait_s_total": 7.0}
     assert gauges.look(status(environments=later))["env/call_wait_s_avg"] == 0.5
     assert "env/call_wait_s_avg" not in gauges.look(status(environments=later)), "nothing was called since"

@@ -44,7 +44,7 @@ def play(
         return completed(request, [*ids, END] if reason == "stop" else ids, reason)
 
     async def body() -> Record:
-        registry = Registry({"x": factory}, processes=1)
+        registry = Registry({"x": factory}, processes=2)
         environment = registry.resolve(Environment(name="x"))
         if isinstance(environment, Isolated) and not isolated:
             environment = factory
