@@ -42,6 +42,9 @@ class Aside:
             if call is not None and not call.task.done():
                 call.interrupt()
         outcome = call.task.result()
-        if isinstance(outcome, Raised):
-            raise outcome.error
-        return cast(T, outcome.value)
+        try:
+            if isinstance(outcome, Raised):
+                raise outcome.error
+            return cast(T, outcome.value)
+        finally:
+            del call, outcome  # which name the error, and it this frame

@@ -19,6 +19,7 @@ def requests() -> list[dict[str, Any]]:
     """Valid ones, none of which may stop others: some are hostile as they are, all are as a start for mutations."""
     message = {"id": "n", "protocol": 1}
     ids = np.array([1, 2, 3], np.int32)
+    talk = [{"role": "user", "content": "Is this nonsense?"}]
     return [
         {"type": "hello", "client": "nonsense", "session": "no such token", **message},
         {"type": "submit", "batch_id": "b", "groups": [group("n", n=2, max_tokens=2)], **message},
@@ -27,6 +28,7 @@ def requests() -> list[dict[str, Any]]:
         {"type": "submit", "batch_id": "e", "groups": [group("r", environment={"name": "remote"})], **message},
         {"type": "submit", "batch_id": "f", "groups": [group("v", min_version=10**9, n=64)], **message},
         {"type": "submit", "batch_id": "g", "groups": [group("p", prompt=[10**6])], **message},
+        {"type": "submit", "batch_id": "h", "groups": [group("t", prompt=[], messages=talk, max_tokens=2)], **message},
         {"type": "continue", "trajectory_id": "r.0", "turn": 0, "expected_len": 7, "observation": ids, **message},
         {"type": "cancel", "trajectory_ids": ["n.0", "never"], "batch_ids": ["b"], **message},
         {"type": "ack", "trajectory_ids": ["n.0"], "received_bytes": 2**62, **message},
