@@ -20,6 +20,15 @@ HOST_SIDE = (
     *("request", "config", "errors", "step", "handle", "engine"),
     *(f"scheduling.{name}" for name in ("block_pool", "scheduler", "slots", "stop")),
 )
+ROOMS = (
+    *("generation", "environments", "chat", "tools"),
+    *("environments.registry", "environments.adapters", "trajectory"),  # of all kinds of environments
+    *("metrics.observer", "wire", "batches"),
+    *("command.config", "command.versions", "service", "metrics", "command", "local", "__main__"),
+    *("client", "integrations"),
+)
+"""Of rollout, from the lowest: a module imports nothing of another room above its own, except for types to be checked.
+Some modules stand lower or higher than the rest of their room."""
 ELSEWHERE = ("engine.handles.process", "engine.handles.child", "rollout.command.load")
 """Where torch would be imported twice, once by each process."""
 
@@ -39,6 +48,35 @@ def test_packages_import_only_what_their_layer_may(package: str) -> None:
     for path in files:
         ours = {module.split(".")[0] for module in imports(path)} & OURS
         assert ours <= MAY_IMPORT[package], f"{path.relative_to(ROOT)} imports {ours - MAY_IMPORT[package]}"
+
+
+def floor(module: str) -> int:
+    """Place of a module of rollout in `ROOMS`, which name it or a package around it."""
+    found = [room for room in ROOMS if f"{module}.".startswith(f"{room}.")]
+    assert found, f"rollout.{module} is in no room: say in ROOMS above which others it stands"
+    return ROOMS.index(max(found, key=len))
+
+
+def run_imports(node: ast.AST) -> Iterator[str]:
+    """Modules of rollout that are imported when the code runs, not only where types are checked."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":
+            continue
+        if isinstance(child, ast.ImportFrom) and (child.module or "").startswith("rollout."):
+            yield str(child.module).removeprefix("rollout.")
+        yield from run_imports(child)
+
+
+def test_rooms_of_rollout_import_only_those_below_them() -> None:
+    for path in sorted((ROOT / "rollout").rglob("*.py")):
+        if path.parent.name == "rollout" and path.stem == "__init__":
+            continue
+        module = ".".join(path.relative_to(ROOT / "rollout").with_suffix("").parts).removesuffix(".__init__")
+        others = {
+            name for name in run_imports(ast.parse(path.read_text())) if name.split(".")[0] != module.split(".")[0]
+        }
+        above = {name for name in others if floor(name) > floor(module)}
+        assert not above, f"rollout.{module} imports {above}, which stand above it"
 
 
 def maps() -> Iterator[Path]:

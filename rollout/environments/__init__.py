@@ -5,6 +5,7 @@ answer       what it said, checked, or the end of its trajectory
 registry     by name
 scripted     answers of the submit
 remote       answers of the trainer
+deadline     a limit of time that can be stopped
 guard        what a trajectory asks of one
 bounded      each call with its deadline and check
 checks       what came back

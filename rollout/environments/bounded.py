@@ -10,10 +10,10 @@ from typing import Any, Literal, TypeVar
 
 from protocols.errors import Internal, Overloaded, RolloutError, Timeout
 from protocols.fields import Truncation
+from rollout.environments.answer import End
 from rollout.environments.calls import Call, Raised
 from rollout.environments.checks import BadAnswer
 from rollout.environments.errors import NoProcess, describe
-from rollout.trajectory.spec import End
 
 log = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from pydantic import ValidationError
 
 from engine.request import IntArray
 from protocols.fields import Partial
+from rollout.environments.answer import Answer
 from rollout.environments.base import Environment, Observation, Rewards, Step
 from rollout.environments.errors import SpeaksForItself
-from rollout.trajectory.spec import Answer
 
 MAX_PARTS = 256
 """Named rewards of one trajectory."""

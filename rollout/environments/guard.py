@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from protocols.fields import Budget, Record
+from rollout.environments.answer import Answer, End
 from rollout.environments.base import Context, Environment, EnvironmentFactory, Rewards, TurnResult, is_default
 from rollout.environments.bounded import Bounded, Stops
 from rollout.environments.checks import (
@@ -18,9 +19,8 @@ from rollout.environments.checks import (
     check_snapshot,
     check_step,
 )
+from rollout.environments.deadline import Deadline
 from rollout.environments.isolated import Isolated, StandIn, can_snapshot
-from rollout.trajectory.deadline import Deadline
-from rollout.trajectory.spec import Answer, End
 
 if TYPE_CHECKING:
     from rollout.chat.conversation import Conversation

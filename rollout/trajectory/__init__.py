@@ -11,6 +11,5 @@ context      what its environment is told
 state        of its environment, for it to go on elsewhere
 rollout      the loop around it: engine, environment, clock
 mailbox      answers of the trainer
-deadline     of a turn, a tool, a trajectory
 stopwatch    where its time goes
 """

@@ -17,11 +17,11 @@ from protocols.requests import Continue
 from rollout.chat.format import ChatFormat
 from rollout.environments.answer import Answer, End
 from rollout.environments.base import Context, EnvironmentFactory, Rewards, TextCodec
+from rollout.environments.deadline import Deadline
 from rollout.environments.guard import PATIENCE, Guard, Patience
 from rollout.generation.async_engine import AsyncEngine
 from rollout.generation.kv_gate import KvGate
 from rollout.trajectory.context import context_of
-from rollout.trajectory.deadline import Deadline
 from rollout.trajectory.mailbox import Mailbox
 from rollout.trajectory.spec import TrajectorySpec
 from rollout.trajectory.state import State

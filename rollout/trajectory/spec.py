@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from protocols.fields import Group, Partial, Record
 from rollout.chat.messages import Message, from_json
-from rollout.environments.answer import Answer as Answer
-from rollout.environments.answer import End as End
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from protocols.fields import Budget, Record, Times, Turn
+from rollout.environments.answer import End
 from rollout.environments.base import Context, Environment, Rewards, Step, TurnResult
 from rollout.environments.guard import Guard, Patience
-from rollout.trajectory.spec import End
 from rollout.trajectory.trajectory import Trajectory
 from tests.rollout.build import MODEL, group, ids, spec
 

@@ -13,9 +13,9 @@ import pytest
 
 from protocols.fields import Record
 from rollout.environments import bounded
+from rollout.environments.answer import Answer, End
 from rollout.environments.base import Context, Environment, Observation, Rewards, Step, TurnResult
 from rollout.environments.guard import Patience
-from rollout.trajectory.spec import Answer, End
 from tests.rollout.build import run
 from tests.rollout.environments.build import TURN, Fake, context, draft, for_ever, guarded, opened, raise_
 

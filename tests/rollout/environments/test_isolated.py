@@ -14,10 +14,10 @@ import pytest
 
 from protocols import fields
 from rollout.chat.tokenizer import Tokenizer
+from rollout.environments.answer import Answer, End
 from rollout.environments.base import Context, Rewards
 from rollout.environments.guard import Guard, Patience
 from rollout.environments.registry import Registry
-from rollout.trajectory.spec import Answer, End
 from tests.rollout.build import run
 from tests.rollout.chat.test_tokenizer import byte_level
 from tests.rollout.environments import odd

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from protocols import fields
+from rollout.environments.answer import Answer, End
 from rollout.environments.base import Rewards
 from rollout.environments.guard import Guard
 from rollout.environments.registry import Registry
-from rollout.trajectory.spec import Answer, End
 from tests.rollout.build import run, script
 from tests.rollout.environments import odd
 from tests.rollout.environments.build import TURN, context, draft, guarded

@@ -5,7 +5,7 @@ import gc
 import time
 import weakref
 
-from rollout.trajectory.deadline import Deadline
+from rollout.environments.deadline import Deadline
 from tests.rollout.workers import on_loop, soon
 
 
