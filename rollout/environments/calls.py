@@ -101,5 +101,6 @@ class Call:
             self._thread.start()
         except RuntimeError as error:
             raise NoProcess(f"no thread could be started: {error}") from error
+        del self  # as above
         await ended
         return outcomes.pop()

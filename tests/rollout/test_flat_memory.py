@@ -151,6 +151,14 @@ async def raise_everywhere() -> None:
         await asyncio.wait({call.task})
         assert isinstance(call.task.result(), Raised)
         del call
+    call = Call(lambda: None)
+    await asyncio.sleep(0)
+    for thread in threads():
+        thread.join()
+    call.interrupt()  # which comes when it has ended, and nobody knows yet
+    await asyncio.wait({call.task})
+    assert isinstance(call.task.result(), Raised)
+    del call
     aside = Aside()
     with pytest.raises(BadRequest):
         await aside.run(on_thread)
@@ -163,8 +171,12 @@ async def raise_everywhere() -> None:
 
     task = asyncio.get_running_loop().create_task(aside.run(endless))
     await asyncio.to_thread(began.wait)
-    threads = [thread for thread in threading.enumerate() if thread.name == "environment"]
+    left = threads()
     task.cancel()
     with suppress(asyncio.CancelledError):
         await task
-    await asyncio.to_thread(lambda: [thread.join() for thread in threads])
+    await asyncio.to_thread(lambda: [thread.join() for thread in left])
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "environment"]
