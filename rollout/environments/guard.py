@@ -20,7 +20,7 @@ from rollout.environments.checks import (
     check_step,
 )
 from rollout.environments.deadline import Deadline
-from rollout.environments.isolated import Isolated, StandIn, can_snapshot
+from rollout.environments.isolated import Isolated, Kept, StandIn, can_snapshot
 
 if TYPE_CHECKING:
     from rollout.chat.conversation import Conversation
@@ -99,7 +99,7 @@ class Guard:
         return answer
 
     async def reopen(self, context: Callable[[], Context], state: dict[str, Any] | None, stops: Stops) -> End | None:
-        """Make an environment that goes on from `state`, which `snapshot` returned.
+        """Make an environment that goes on from `state`, which `kept` returned.
 
         None: it was stateless. What its `reset` observes is in the trajectory already.
         """
@@ -115,12 +115,21 @@ class Guard:
         self._ready = end is None
         return end
 
-    async def snapshot(self, stops: Stops) -> dict[str, Any] | End | None:
-        """For `reopen`, where it is `resumable` and no call runs."""
-        made = self._made()
-        if made.stateless:
-            return None
-        return await self._calls.call("snapshot", lambda: made.snapshot, (), check_snapshot, self._within, stops)
+    async def kept(self, since: int, stops: Stops) -> Kept | End:
+        """What it takes to go on, where it is `resumable` and no call runs: in one call, wherever it is.
+
+        For `reopen`, and what was said in its conversation after the first `since` messages (`Conversation.said`).
+        """
+        made, within = self._made(), self._within
+        if isinstance(made, StandIn):
+            kept: Kept | End = await self._calls.call("snapshot", lambda: made.kept, (since,), _anything, within, stops)
+            return kept
+        state = None
+        if not made.stateless:
+            state = await self._calls.call("snapshot", lambda: made.snapshot, (), check_snapshot, within, stops)
+            if isinstance(state, End):
+                return state
+        return state, () if self._chat is None else self._chat.said(since)
 
     @property
     def talks(self) -> bool:
@@ -128,13 +137,6 @@ class Guard:
         if isinstance(self._environment, StandIn):
             return self._environment.talks
         return self._chat is not None and self._chat.length > 0
-
-    async def said(self, since: int, stops: Stops) -> tuple[bytes, ...] | End | None:
-        """What was said in its conversation after the first `since` messages: see `Conversation.said`."""
-        made = self._environment
-        if isinstance(made, StandIn):
-            return await self._calls.call("snapshot", lambda: made.said, (since,), _anything, self._within, stops)
-        return () if self._chat is None else self._chat.said(since)
 
     def _told(self, context: Context) -> Context:
         self._chat = context.chat

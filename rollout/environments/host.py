@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import pickle
 import socket
 import struct
+import sys
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -21,7 +23,7 @@ from rollout.environments.frames import MAX_TEXT, TooLarge, bounded_pickle, fram
 from rollout.environments.warden import children
 
 REPLY = struct.Struct("<QBB")
-"""Number of the call, did it return, did it leave children that still run."""
+"""Number of the call, did it return, did it spoil the process for the next one."""
 NOTHING: Final = pickle.dumps(None)
 READY: Final = 0
 """Number of the reply that says that this process is up."""
@@ -110,11 +112,19 @@ class Host:
         else:
             returned, payload = False, report(outcome.error)
         # Where objects are kept, children may be theirs.
-        left = not self._kept and bool(children())
-        self._reply(run.number, returned, payload, left=left)
+        spoiled = not self._kept and (bool(children()) or not _standard_streams())
+        self._reply(run.number, returned, payload, spoiled=spoiled)
 
-    def _reply(self, number: int, returned: bool, payload: bytes, *, left: bool = False) -> None:
-        self._writer.write(frame(REPLY.pack(number, returned, left), payload))
+    def _reply(self, number: int, returned: bool, payload: bytes, *, spoiled: bool = False) -> None:
+        self._writer.write(frame(REPLY.pack(number, returned, spoiled), payload))
+
+
+def _standard_streams() -> bool:
+    """Are they open still? What is opened next would be in their place."""
+    try:
+        return all(os.fstat(stream.fileno()) for stream in (sys.stdin, sys.stdout, sys.stderr))
+    except Exception:  # closed, or something else was put there
+        return False
 
 
 def report(error: BaseException) -> bytes:

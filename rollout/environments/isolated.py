@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from rollout.chat.conversation import Conversation
 
 T = TypeVar("T")
+Kept = tuple[dict[str, Any] | None, tuple[bytes, ...] | None]
+"""State of an environment (None: it has none), and what was said in its conversation (None: it cannot be sent)."""
 
 WAIT_S: Final = 60.0
 """How long an environment waits for a process to be up: none does where there is one, for they are shared."""
@@ -116,12 +118,9 @@ class StandIn(Environment):
     async def restore(self, context: Context, state: Mapping[str, Any]) -> None:
         await self._call(_restore, self._sent(context), dict(state))
 
-    async def snapshot(self) -> Mapping[str, Any]:
-        return cast(Mapping[str, Any], await self._call(_snapshot))
-
-    async def said(self, since: int) -> tuple[bytes, ...] | None:
-        """See `Conversation.said`."""
-        return cast("tuple[bytes, ...] | None", await self._call(_said, since)) if self.talks else ()
+    async def kept(self, since: int) -> Kept:
+        """See `Guard.kept`."""
+        return cast(Kept, await self._call(_kept, since)) if self.talks or not self.stateless else (None, ())
 
     async def step(self, turn: TurnResult) -> Step:
         if not self._branches:
@@ -221,12 +220,12 @@ def _restore(hosted: _Hosted, context: Context, state: Mapping[str, Any]) -> Any
     return _then(hosted.environment.restore(context, state), check_nothing)
 
 
-def _snapshot(hosted: _Hosted) -> Any:
-    return _then(hosted.environment.snapshot(), check_snapshot)
+def _kept(hosted: _Hosted, since: int) -> Any:
+    def plain(returned: Any) -> Kept:
+        state = None if hosted.environment.stateless else check_snapshot(returned)
+        return state, () if hosted.chat is None else hosted.chat.said(since)
 
-
-def _said(hosted: _Hosted, since: int) -> tuple[bytes, ...] | None:
-    return () if hosted.chat is None else hosted.chat.said(since)
+    return _then(None if hosted.environment.stateless else hosted.environment.snapshot(), plain)
 
 
 def _step(hosted: _Hosted, turn: TurnResult, vocab_size: int) -> Any:

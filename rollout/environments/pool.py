@@ -178,8 +178,8 @@ class Pool:
         if not got.done() or got.cancelled() or got.exception() is not None:
             return
         process = got.result()
-        if process.leaves_children:
-            process.kill("killed, since a call left processes behind")
+        if process.spoiled:
+            process.kill("killed, since a call left processes behind, or standard streams closed")
         self._line.give_back(place.owner)
         self._stock.put_back(process)
         self._serve()

@@ -34,8 +34,8 @@ class Process:
 
     It ends with this process, however that ends, and everything that it started ends with it. Made on the event loop.
     pid: of the outer of its two processes, once it is up. load: for its users to count; closing: those of them that
-    have only to close. idle_since: `time.monotonic()`, where there are none. leaves_children: its last call left
-    processes behind that still run.
+    have only to close. idle_since: `time.monotonic()`, where there are none. spoiled: its last call left processes that
+    still run, or standard streams closed.
     up: ends when it takes calls, and never where it dies before. died: ends with how, when it is gone.
     """
 
@@ -47,7 +47,7 @@ class Process:
         self.load = 0
         self.closing = 0
         self.idle_since = 0.0
-        self.leaves_children = False
+        self.spoiled = False
         self.up: asyncio.Future[bytes] = loop.create_future()
         self.died: asyncio.Future[str] = loop.create_future()
         self._calls = {READY: self.up}
@@ -161,7 +161,7 @@ class Process:
             self._writer.close()
 
     def _take(self, body: bytes) -> None:
-        number, returned, self.leaves_children = REPLY.unpack_from(body)
+        number, returned, self.spoiled = REPLY.unpack_from(body)
         answer = self._calls.pop(number)
         if answer.done():
             return

@@ -6,7 +6,8 @@ import asyncio
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import chdir
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -123,12 +124,23 @@ class Runner:
         return Result(name, as_text(f"error: {message}", self.limit), problem)
 
 
-def _there(function: Callable[..., Any], arguments: Mapping[str, Any], limit: int) -> tuple[str, str]:
-    """In a process: the result crosses as text, so that it may be of any class and size."""
+def _there(function: Callable[..., Any], arguments: Mapping[str, Any], limit: int) -> Any:
+    """In a process: the result crosses as text, so that it may be of any class and size. The next call there is another
+    trajectory's, and begins in the same working directory."""
     try:
-        return "text", as_text(function(**check(function, arguments)), limit)
+        with chdir("."):
+            value = function(**check(function, arguments))
+            return _awaited(value, limit) if inspect.isawaitable(value) else ("text", as_text(value, limit))
     except BadArguments as error:
         return "bad_arguments", str(error)
+    except BaseException as error:
+        return "raised", as_text(describe(error), limit)
+
+
+async def _awaited(value: Awaitable[Any], limit: int) -> tuple[str, str]:
+    """Of a plain function that wraps a coroutine function."""
+    try:
+        return "text", as_text(await value, limit)
     except BaseException as error:
         return "raised", as_text(describe(error), limit)
 

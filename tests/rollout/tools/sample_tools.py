@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import itertools
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -93,6 +97,37 @@ def note(path: str) -> str:
 def give(what: str) -> Any:
     """Return something odd."""
     return ODD[what]
+
+
+def move() -> str:
+    """Go elsewhere, to where nothing is any more."""
+    before = os.getcwd()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+    return before
+
+
+def close_streams(what: str) -> str:
+    """Close what is printed to."""
+    os.close(1) if what == "descriptor" else sys.stdout.close()
+    return "closed"
+
+
+def say() -> str:
+    """Print something."""
+    print("something", flush=True)
+    return f"said in {os.getcwd()}"
+
+
+@functools.wraps(wait_quietly)
+def wrapped(seconds: float, say: str = "waited") -> Any:
+    """A plain function that returns a coroutine."""
+    return wait_quietly(seconds, say)
+
+
+def count() -> Iterator[int]:
+    """Everything."""
+    yield from itertools.count()
 
 
 def fail(how: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import enum
+import itertools
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
@@ -40,6 +41,13 @@ class Spoken:
         return "Spoken()"
 
 
+class Listed:
+    """As tensors of several libraries are."""
+
+    def tolist(self) -> list[int]:
+        return [1, 2]
+
+
 class Broken:
     def __repr__(self) -> str:
         raise ValueError("no")
@@ -73,10 +81,53 @@ class Broken:
         (Spoken(), '"Spoken()"'),
         (Broken(), '"<Broken>"'),
         ("\ud800", "?"),
+        (float("inf"), "Infinity"),
+        (memoryview(b"abc"), "abc"),
+        (Listed(), "[1, 2]"),
+        ([Listed()], "[[1, 2]]"),
+        ((i for i in range(3)), "[0, 1, 2]"),
     ],
 )
 def test_the_rule(value: Any, text: str) -> None:
     assert as_text(value) == text
+
+
+class Leaving:
+    """Ends whoever looks at it."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise SystemExit(name)
+
+    def __repr__(self) -> str:
+        raise KeyboardInterrupt
+
+
+class LeavingText(str):
+    def __str__(self) -> str:
+        raise SystemExit
+
+    __len__ = __getitem__ = __str__  # type: ignore[assignment]
+
+
+class LeavingMap(dict[str, int]):
+    def items(self) -> Any:
+        raise SystemExit
+
+
+def test_what_ends_whoever_looks_at_it_does_not() -> None:
+    """A coroutine tool's result is looked at on the worker's loop, which a SystemExit would end."""
+    assert as_text(Leaving()) == "<Leaving>"
+    assert as_text(10**5000) == "<int>"
+    assert as_text([Leaving()]) == "<list>"
+    assert as_text(LeavingText("abc")) == "abc"
+    assert as_text([LeavingText("abc")]) in ('["abc"]', "<list>")
+    assert "1" in as_text(LeavingMap(a=1))
+
+
+def test_of_what_has_no_end_the_beginning_is_taken() -> None:
+    text = as_text(itertools.count(), 100)
+    assert text.startswith("[0, 1, 2")
+    assert "[cut: the first 100 of " in text
 
 
 def test_what_json_cannot_hold_is_still_shown() -> None:

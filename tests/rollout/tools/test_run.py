@@ -1,0 +1,75 @@
+"""Calls of tools: whatever one does comes back as a text, and the next one finds nothing of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rollout.environments.pool import Pool
+from rollout.tools.parse import Call
+from rollout.tools.run import Result, Runner
+from rollout.tools.tool import Tool
+from tests.rollout.build import run
+from tests.rollout.tools import sample_tools
+
+
+def called(*calls: tuple[Callable[..., Any], dict[str, Any]], limit: int = 1000) -> list[Result]:
+    """One after the other, in one process."""
+
+    async def main() -> list[Result]:
+        pool = Pool(1, "tools")
+        tools = {tool.name: tool for tool in (Tool.of(function) for function, _ in calls)}
+        runner = Runner(tools, limit=limit, pool=pool)
+        try:
+            results = []
+            for function, arguments in calls:
+                results += await runner.run([Call(function.__name__, arguments)])
+            return results
+        finally:
+            await pool.close()
+
+    return run(main())
+
+
+def test_the_next_call_is_where_the_first_one_was() -> None:
+    moved, said = called((sample_tools.move, {}), (sample_tools.say, {}))
+    assert said == Result("say", f"said in {moved.text}")
+
+
+@pytest.mark.parametrize("what", ["descriptor", "file"])
+def test_a_process_whose_streams_were_closed_is_not_used_again(what: str) -> None:
+    closed, said = called((sample_tools.close_streams, {"what": what}), (sample_tools.say, {}))
+    assert closed.text == "closed"
+    assert said.text.startswith("said in ")
+
+
+def test_a_plain_function_may_return_a_coroutine_and_a_generator() -> None:
+    waited, counted = called((sample_tools.wrapped, {"seconds": 0.0}), (sample_tools.count, {}))
+    assert waited == Result("wait_quietly", "waited")
+    assert counted.text.startswith("[0, 1, 2, 3")
+    assert "[cut: the first 1000 of" in counted.text
+
+
+def test_of_a_death_the_model_reads_nothing_that_is_another_each_time() -> None:
+    (died,) = called((sample_tools.fail, {"how": "die"}))
+    assert died == Result("fail", "error: the tool did not return: killed by signal 9 (Killed)", "raised")
+
+
+class Leaving:
+    def __repr__(self) -> str:
+        raise SystemExit(3)
+
+
+async def leaving(raises: bool) -> Any:
+    """Return what ends whoever prints it, or raise it."""
+    if raises:
+        raise ValueError(Leaving())
+    return Leaving()
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_result_that_would_end_the_loop_does_not(raises: bool) -> None:
+    (result,) = called((leaving, {"raises": raises}))
+    assert result.text == ("error: ValueError (it cannot be printed)" if raises else '"<Leaving>"')
