@@ -221,6 +221,14 @@ def _extension(code: int, payload: bytes) -> BlobRef | Bad:
     return Bad("an array is described by [blob index, dtype, shape]")
 
 
+def _given(value: Any) -> str:
+    """Where it is short."""
+    if isinstance(value, str):
+        return f", not {value[:40]!r}"
+    short = isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**128)
+    return f", not {value!r}" if short else ""
+
+
 def bad_request(error: ValidationError, request_id: str = "") -> BadRequest:
     """The first error of a validation as what crosses the wire, its place as a path: `groups[3].sampling.top_p`."""
     first = error.errors(include_url=False)[0]
@@ -233,6 +241,8 @@ def bad_request(error: ValidationError, request_id: str = "") -> BadRequest:
         message = "unknown field"
     else:
         message = first["msg"]
+        if message.startswith("Input should"):  # as everything else here says it, and with what was given
+            message = f"must{message.removeprefix('Input should')}{_given(given)}"
     refusal = BadRequest(message, field=path.removeprefix(".") or None)
     refusal.request_id = request_id
     return refusal

@@ -73,7 +73,7 @@ class _Plain:
                 refuse("must lie between -2**63 and 2**64 - 1", at)
             return value
         if not isinstance(value, dict | list | tuple):
-            refuse(value.why if isinstance(value, Bad) else f"must not hold {_kind(value)}", at)
+            refuse(value.why if isinstance(value, Bad) else f"must be plain data, not {_kind(value)}", at)
         if depth > self.deepest:
             refuse(f"is nested deeper than max_nesting, {self.deepest}")
         if not isinstance(value, dict):
@@ -97,7 +97,7 @@ def _utf8_size(text: str, at: str) -> int:
 
 
 def _kind(value: Any) -> str:
-    return "an array" if isinstance(value, BlobRef | np.ndarray) else f"a {type(value).__name__}"
+    return "an array" if isinstance(value, BlobRef | np.ndarray) else type(value).__name__
 
 
 Opaque = Annotated[dict[str, Any], OpaqueSpec()]

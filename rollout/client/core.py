@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 FAREWELL_MS = 500
 CLOSE_S = 5.0
-ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[^\s:/]+):\d{1,5}|ipc://.+")
+ADDRESS = re.compile(r"tcp://(?:\[[0-9a-fA-F:.]+\]|[^\s:/]+):(?P<port>\d+)|ipc://.+")
 
 
 R = TypeVar("R", bound=ReplyMessage)
@@ -54,7 +54,8 @@ class Core:
         session: str | None,
         curve: Curve | None,
     ) -> None:
-        if not ADDRESS.fullmatch(address):
+        found = ADDRESS.fullmatch(address) if isinstance(address, str) else None
+        if found is None or not 0 < int(found["port"] or 1) < 2**16:
             raise BadRequest(f"must be tcp://host:port or ipc://path, not {address!r}", field="address")
         self.address = address
         self._timeout = timeout = seconds(timeout, "timeout")

@@ -92,8 +92,9 @@ def seconds(value: Any, field: str) -> float:
 
 
 def several(values: Any, field: str) -> tuple[Any, ...]:
-    """The entries of a list, or one text. Raises BadRequest naming `field`."""
-    if isinstance(values, str):  # its letters would be names that nobody knows
+    """The entries of a list; a text and a value of the wire, which have parts too, are one. Raises BadRequest naming
+    `field`."""
+    if isinstance(values, str | Value):
         return (values,)
     if isinstance(values, Mapping | bytes) or not isinstance(values, Iterable):
         raise BadRequest(f"must be a list, not {_shown(values)}", field=field)

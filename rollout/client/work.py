@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, Literal, TypeVar
 
+from protocols.errors import BadRequest
 from protocols.fields import Group
 from protocols.replies import Ok, TurnDone, Welcome
 from protocols.requests import Cancel, Continue, SubmitBatch
@@ -40,7 +41,7 @@ class WorkCalls(Generic[B]):
         groups_needed: int | None = None,
         min_complete: int | None = None,
         surplus: Surplus = "keep",
-        resume: Sequence[Group | Trajectory] = (),
+        resume: Group | Sequence[Group | Trajectory] = (),
         max_retries: int = 0,
         auto_ack: bool = True,
         timeout: float | None = None,
@@ -61,11 +62,17 @@ class WorkCalls(Generic[B]):
         max_retries: so many times a sample that failed starts again, with a new sample index and under its old id.
         """
         resumed, again, partials = resumption(several(resume, "resume"))
+        new = several(groups, "groups")
+        for i, group in enumerate(new):
+            if not isinstance(group, Group):
+                raise BadRequest(
+                    f"must be a Group, as `group` makes one, not {type(group).__name__}", field=f"groups[{i}]"
+                )
         message = checked(
             SubmitBatch,
             id=self._core.new_id(),
             batch_id=batch_id if batch_id is not None else f"batch-{secrets.token_hex(6)}",
-            groups=(*((groups,) if isinstance(groups, Group) else several(groups, "groups")), *again),
+            groups=(*new, *again),
             step=step,
             groups_needed=groups_needed,
             min_complete=min_complete,

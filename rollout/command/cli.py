@@ -73,6 +73,8 @@ def parse_known(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[st
     if unknown:
         name = next((part for part in unknown if part.startswith("-")), unknown[0]).partition("=")[0]
         hint = suggestion(name, [*flags(parser), *COMMANDS])
+        if not (hint or name.startswith("-")):
+            hint = "; a checkpoint is given as --weights PATH"
         before = ["", *argv][list(argv).index(unknown[0])]
         if unknown[0] in ("yes", "no", "on", "off", "true", "false") and f"--no-{before[2:]}" in flags(parser):
             hint = f"; {before} takes no value: write {before} or --no-{before[2:]}"

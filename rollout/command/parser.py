@@ -26,9 +26,10 @@ other commands:
 
 def build_parser(command: str = "", description: str = "", epilog: str = EPILOG) -> argparse.ArgumentParser:
     """command: of those that take the worker's options; the worker's own has none."""
+    called = f"{NAME} {command}".rstrip()
     parser = argparse.ArgumentParser(
-        prog=f"{NAME} {command}".rstrip(),
-        usage=f"{NAME} {command or '--weights PATH'} [options]; {NAME} --help lists them",
+        prog=called,
+        usage=f"{NAME} {command or '--weights PATH'} [options]; {called} --help lists them",
         description=description or "Runs batches of agent trajectories for a trainer, on one engine, over ZeroMQ.",
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,

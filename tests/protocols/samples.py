@@ -317,7 +317,7 @@ REPLIES: dict[str, Reply] = {
             id="7",
             error=Failure(
                 code="bad_request",
-                message="Input should be less than or equal to 1",
+                message="must be less than or equal to 1, not 1.5",
                 field="groups[3].sampling.top_p",
             ),
         ),

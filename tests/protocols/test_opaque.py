@@ -58,9 +58,9 @@ def test_metadata_is_a_copy() -> None:
     [
         ({17: -0.5}, "key 17 must be a string, not int"),
         ({"a": {17: 1}}, "key 17 must be a string"),
-        ({"a": np.zeros(3)}, "must not hold an array"),
-        ({"a": {1, 2}}, "must not hold a set"),
-        ({"a": 1j}, "must not hold a complex"),
+        ({"a": np.zeros(3)}, "must be plain data, not an array"),
+        ({"a": {1, 2}}, "must be plain data, not set"),
+        ({"a": 1j}, "must be plain data, not complex"),
         ({"a": 2**64}, "must lie between"),
         ({"a": -(2**63) - 1}, "must lie between"),
         ({"a": "\ud800"}, "UTF-8"),

@@ -14,6 +14,7 @@ from protocols import (
     Group,
     Limits,
     PrepareWeightsRequest,
+    Sampling,
     Score,
     SubmitBatch,
     bad_request,
@@ -98,3 +99,21 @@ def test_sequences_to_score_and_their_marks_agree(fields: dict[str, Any], path: 
 def test_a_request_that_was_built_is_accepted() -> None:
     batch = SubmitBatch(id="1", batch_id="b", groups=(group("g", "a", "b"), group("h", "c")))
     assert decode_request(encode(batch), Limits()) == batch
+
+
+@pytest.mark.parametrize(
+    ("law", "says"),
+    [
+        ({"top_p": 0}, "must be greater than 0, not 0 [top_p]"),
+        ({"top_k": 2.5}, "must be a valid integer, not 2.5 [top_k]"),
+        ({"ignore_eos": 1}, "must be a valid boolean, not 1 [ignore_eos]"),
+        ({"logprobs": ["all"]}, "must be 'processed', 'temperature' or 'raw', not 'all' [logprobs[0]]"),
+        ({"seed": "x" * 100}, f"must be a valid integer, not '{'x' * 40}' [seed]"),
+        ({"seed": 10**5000}, f"must be less than {2**64} [seed]"),
+        ({"stop_ids": [None]}, "must be a valid integer [stop_ids[0]]"),
+    ],
+)
+def test_a_refusal_says_what_was_given(law: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        Sampling(**law)
+    assert str(bad_request(caught.value)) == says

@@ -159,7 +159,7 @@ def test_a_taken_port_of_either_kind(path: Path, capsys: pytest.CaptureFixture[s
         (["--wandb-project", ""], "--wandb-project: is empty"),
         (["--heartbeat-timeout", "1e300"], "--heartbeat-timeout: should be less than or equal to 1000000"),
         (["--prefix-cache", "no"], "--prefix-cache takes no value: write --prefix-cache or --no-prefix-cache"),
-        (["stray"], "unrecognized arguments: stray"),
+        (["stray"], "unrecognized arguments: stray; a checkpoint is given as --weights PATH"),
     ],
 )
 def test_options_that_are_wrong_by_themselves_end_with_2(

@@ -95,9 +95,18 @@ def test_closing_wakes_whoever_waits(start: Start, connect: Connect) -> None:
 
 
 def test_bad_addresses_and_options_are_refused_at_once() -> None:
-    for address in ("127.0.0.1:5557", "tcp://nowhere", "inproc://x", "tcp://a b:1", ""):
+    for address in (
+        "127.0.0.1:5557",
+        "tcp://nowhere",
+        "inproc://x",
+        "tcp://a b:1",
+        "",
+        "tcp://a:0",
+        "tcp://a:65536",
+        None,
+    ):
         with pytest.raises(BadRequest, match="address"):
-            RolloutClient(address)
+            RolloutClient(address)  # type: ignore[arg-type]
     for options in ({"timeout": 0}, {"reconnect_timeout": -1}, {"curve_public_key": "x"}, {"curve_server_key": "x"}):
         with pytest.raises(BadRequest):
             RolloutClient("tcp://127.0.0.1:1", **options)  # type: ignore[arg-type]

@@ -186,3 +186,18 @@ def test_every_option_of_a_submit_arrives(start: Start, connect: Connect) -> Non
     (sent,) = worker.of(SubmitBatch)
     assert (sent.batch_id, sent.step, sent.groups_needed, sent.min_complete) == ("b", 4, 1, 1)
     assert (sent.surplus, sent.max_retries, len(sent.groups), sent.resume) == ("return", 2, 2, ())
+
+
+def test_one_group_may_stand_without_a_list_and_nothing_else_for_one(start: Start, connect: Connect) -> None:
+    worker = start()
+    client = connect(worker)
+    group = client.group([1])
+    assert len(client.submit(group)) == 1
+    for wrong, at in (([1, 2, 3], 0), ([group, {"prompt": [1]}], 1), ("ids", 0)):
+        with pytest.raises(BadRequest, match="must be a Group") as caught:
+            client.submit(wrong)  # type: ignore[arg-type]
+        assert caught.value.field == f"groups[{at}]"
+    kept = client.group([2], n=2)
+    batch = client.submit(resume=kept)
+    assert batch.submitted == (kept,)
+    assert worker.of(SubmitBatch)[-1].resume == kept.trajectory_ids
