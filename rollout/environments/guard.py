@@ -124,11 +124,12 @@ class Guard:
         if isinstance(made, StandIn):
             kept: Kept | End = await self._calls.call("snapshot", lambda: made.kept, (since,), _anything, within, stops)
             return kept
-        state = None
+        state: dict[str, Any] | None = None
         if not made.stateless:
-            state = await self._calls.call("snapshot", lambda: made.snapshot, (), check_snapshot, within, stops)
-            if isinstance(state, End):
-                return state
+            taken = await self._calls.call("snapshot", lambda: made.snapshot, (), check_snapshot, within, stops)
+            if isinstance(taken, End):
+                return taken
+            state = taken
         return state, () if self._chat is None else self._chat.said(since)
 
     @property

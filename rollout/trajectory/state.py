@@ -55,13 +55,11 @@ class State:
         environment, snapshot, said = self._environment, None, self._said
         known = environment.stateless
         if self._room and environment.resumable:
-            taken = await environment.snapshot(stops)
-            if isinstance(taken, End):
-                return taken
-            more = await environment.said(len(said or ()), stops)
-            if isinstance(more, End):
-                return more
-            snapshot, said = taken, None if said is None or more is None else (*said, *more)
+            kept = await environment.kept(len(said or ()), stops)
+            if isinstance(kept, End):
+                return kept
+            snapshot, more = kept
+            said = None if said is None or more is None else (*said, *more)
             size = sum(map(len, said or ())) + (0 if snapshot is None else len(msgpack.packb(snapshot)))
             known = size <= self._room
             if not known:

@@ -11,6 +11,7 @@ from protocols import fields
 from rollout.environments.answer import Answer, End
 from rollout.environments.base import Rewards
 from rollout.environments.guard import Guard
+from rollout.environments.isolated import StandIn
 from rollout.environments.registry import Registry
 from tests.rollout.build import run, script
 from tests.rollout.environments import odd
@@ -49,8 +50,10 @@ def test_it_goes_on_from_where_it_was_and_the_first_one_too(name: str) -> None:
         await first.open(context, ())
         assert first.resumable
         assert await added(first) == [15]
-        state = await first.snapshot(())
-        assert state == {"all": 15}
+        kept = await first.kept(0, ())
+        assert kept == ({"all": 15}, ())
+        assert isinstance(kept, tuple)
+        state, _ = kept
         assert await added(first) == [30]
         assert state == {"all": 15}, "a copy"
         assert isinstance(state, dict)
@@ -70,8 +73,27 @@ def test_what_has_no_state_needs_no_snapshot() -> None:
             first = guarded(registry.resolve(environment))
             await first.open(context, ())
             assert first.resumable
-            assert await first.snapshot(()) is None
+            assert await first.kept(0, ()) == (None, ())
             assert await guarded(registry.resolve(environment)).reopen(context, None, ()) is None
+
+    with_registry(main)
+
+
+def test_what_is_kept_of_one_in_a_process_takes_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    call = StandIn._call
+
+    async def counted(self: StandIn, function: Any, *args: Any) -> Any:
+        calls.append(function.__name__)
+        return await call(self, function, *args)
+
+    async def main(registry: Registry) -> None:
+        first = guard(registry, "Saved")
+        await first.open(context, ())
+        monkeypatch.setattr(StandIn, "_call", counted)
+        assert await first.kept(0, ()) == ({"all": 0}, ())
+        assert calls == ["_kept"]
+        await first.close()
 
     with_registry(main)
 
@@ -91,7 +113,7 @@ def test_a_bad_snapshot_or_restore_is_an_error_of_its_stage() -> None:
         first = guard(registry, "BadlySaved")
         await first.open(context, ())
         for end, stage, message in (
-            (await first.snapshot(()), "snapshot", "snapshot returned a BadlySaved, not a mapping"),
+            (await first.kept(0, ()), "snapshot", "snapshot returned a BadlySaved, not a mapping"),
             (await guard(registry, "BadlySaved").reopen(context, {"a": 1}, ()), "reset", "cannot read {'a': 1}"),
         ):
             assert isinstance(end, End)
