@@ -102,5 +102,8 @@ class Call:
         except RuntimeError as error:
             raise NoProcess(f"no thread could be started: {error}") from error
         del self  # as above
-        await ended
-        return outcomes.pop()
+        try:
+            await ended
+            return outcomes.pop()
+        finally:
+            outcomes.clear()
