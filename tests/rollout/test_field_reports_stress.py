@@ -34,8 +34,10 @@ from tests.rollout.workers import WorkerProcess
 
 KV_TOKENS = 2048
 SECONDS = float(os.environ.get("STRESS_SECONDS", "600"))
-GROWTH = 32 * 2**20
-"""Bytes that the worker's median memory may grow by from the second quarter of the time to the last."""
+GROWTH = 4 * 2**20
+"""Bytes that the worker's median memory may grow by from the second quarter of the time to the last: about 200 for each
+message of nonsense between them, where an error that is kept with its frames has thousands. Nothing grows as measured,
+but for the allocator's heap, by some hundreds of kilobytes."""
 
 pytestmark = [pytest.mark.stress, pytest.mark.realmodel, pytest.mark.timeout(SECONDS + 600)]
 
