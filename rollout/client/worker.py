@@ -20,7 +20,8 @@ class WorkerCalls:
 
     @Call
     def connect(self, timeout: float | None = None) -> Steps[Welcome]:
-        """Wait for the worker and return what it says of itself: model, limits, capabilities, weight version."""
+        """Wait for the worker and return what it said of itself as this client connected: model, limits, capabilities.
+        Which weights serve now says `status`."""
         welcome: Welcome = yield self._core.greeted(timeout)
         return welcome
 

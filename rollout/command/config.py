@@ -24,7 +24,7 @@ def parse_bytes(value: Any) -> Any:
     """`512M`, `2GiB`, `1073741824`: bytes, in powers of 1024."""
     if not isinstance(value, str):
         return value
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", value.strip(), re.IGNORECASE)
+    match = re.fullmatch(r"(\d+|\d+\.\d+(?=\s*[KMGT]))\s*([KMGT]?)(?:i?B)?", value.strip(), re.IGNORECASE)
     if match is None:
         raise ValueError(f"{value!r} is no size: write 512M, 2GiB or a number of bytes")
     return int(float(match[1]) * UNITS[match[2].upper()])

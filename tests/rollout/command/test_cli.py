@@ -120,7 +120,7 @@ def test_sizes(text: str, size: int) -> None:
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "G", "1X", "-1", "1GG", "1 2"])
+@pytest.mark.parametrize("text", ["", "G", "1X", "-1", "1GG", "1 2", "2.7", "2.0B"])
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(ValueError, match="no size"):
         parse_bytes(text)
