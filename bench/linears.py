@@ -2,11 +2,11 @@
 
     python -m bench.linears [--shape qwen3-4b] [--rows 1 2 4 8 16 32] [--json FILE]
 
-`cublas` is the product alone; `apart` has the norm, the gate and the add to the residual in launches of their own, as
-many rows take it; `fused` is what `CudaOps` makes of it, for few rows one launch of `engine.kernels.skinny_linear`.
-Every layer has weights of its own, so the L2 holds none of them. Microseconds of one layer, the median of replays;
-TB/s of weights. The last lines are whole steps without attention: embedding, all layers with rope and the write of k
-and v, and the head, in milliseconds.
+`cublas` is the product alone; `apart` has the norm, the gate and the add to the residual in launches of their own;
+`fused` is what `CudaOps` makes of it: for few rows one launch of `engine.kernels.skinny_linear`, of more rows one of
+`engine.kernels.gate_up` for gate and up. Every layer has weights of its own, so the L2 holds none of them. Microseconds
+of one layer, the median of replays; TB/s of weights. The last lines are whole steps without attention: embedding, all
+layers with rope and the write of k and v, and the head, in milliseconds.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def random_model(shape: str, ops: CudaOps, arena: Arena | None = None) -> tuple[
         for name, parameter in arena.parameters.items():
             if "norm" in name:
                 parameter.fill_(1.0)
-    return build_model(config, arena, ops, positions=64), arena
+    return build_model(config, arena, ops, positions=1024), arena
 
 
 def replay_us(calls: Sequence[Call]) -> tuple[float, list[Any]]:
@@ -123,10 +123,11 @@ def show(row: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-4b")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 24, 32, 64])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128, 192, 256])
     parser.add_argument("--json", type=Path, help="write the rows here")
     args = parser.parse_args()
-    apart, fused = CudaOps(fused=False), CudaOps(fused=True)
+    config = parse_model_config(SHAPES[args.shape])
+    apart, fused = CudaOps(config, fused=False), CudaOps(config, fused=True)
     with torch.inference_mode():
         model, arena = random_model(args.shape, apart)
         fused_model, _ = random_model(args.shape, fused, arena)

@@ -1,6 +1,7 @@
-"""`Ops` on an NVIDIA GPU. Few rows: linears with what lies around them in one launch. Many: cuBLAS, and Triton between.
+"""`Ops` on an NVIDIA GPU. Few rows: linears with what lies around them in one launch. Many: cuBLAS, and Triton between;
+up to 256 rows, gate and up in one launch of our own.
 
-A step goes one of the two ways by its number of rows.
+A step goes one of the ways by its number of rows.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.kernels import skinny_linear
+from engine.kernels import gate_up, skinny_linear
 from engine.kernels.norm import add_rms_norm, rms_norm
 from engine.kernels.qk_norm_rope_write import qk_norm_rope_write
 from engine.kernels.silu_mul import silu_mul
 from engine.kernels.skinny_linear import Scaled
+from engine.model.config import ModelConfig
 
 FUSED_CAPABILITIES = (9, 10)
 """Of the GPU: from 9 on a launch may overlap the one before it; others than these lack the shared memory."""
@@ -25,12 +27,15 @@ HALVED_ROWS = 256
 class CudaOps:
     """The kernels behind the model; shapes as in `Ops`. Every call can be captured in a CUDA graph."""
 
-    def __init__(self, fused: bool | None = None) -> None:
-        """fused: whether few rows take a way of their own; by default where the GPU can."""
+    def __init__(self, config: ModelConfig, fused: bool | None = None) -> None:
+        """fused: whether up to 256 rows take ways of their own; by default where the GPU can. Compiles what is CUDA."""
         if fused is None:
             fused = torch.cuda.get_device_capability()[0] in FUSED_CAPABILITIES
         self._fused_rows = skinny_linear.MAX_ROWS if fused else 0
-        self._fused_gate_rows = skinny_linear.GATE_ROWS if fused else 0
+        self._gated_rows = 0
+        if fused and gate_up.fits(config.intermediate_size, config.hidden_size):
+            gate_up.prepare(config.intermediate_size)
+            self._gated_rows = gate_up.MAX_ROWS
 
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
         return weight.index_select(0, ids)
@@ -46,8 +51,10 @@ class CudaOps:
         return functional.linear(x, weight, bias)
 
     def gate_up(self, x: Tensor | Scaled, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if isinstance(x, Scaled) or len(x) <= self._fused_gate_rows:
+        if isinstance(x, Scaled):
             return skinny_linear.gate_up(x, weight, bias)
+        if bias is None and len(x) <= self._gated_rows:
+            return gate_up.gate_up(x, weight)
         return silu_mul(functional.linear(x, weight, bias))
 
     def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:

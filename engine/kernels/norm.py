@@ -8,6 +8,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from engine.kernels.overlap import between_linears
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -27,6 +30,7 @@ def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor
     rows, hidden = x.shape[-2:]
     out = torch.empty(rows, hidden, dtype=weight.dtype, device=x.device)
     block = triton.next_power_of_2(hidden)
+    overlap = between_linears(rows, x.device)
     norm_kernel[(rows,)](
         x,
         out if residual is None else residual,
@@ -38,7 +42,9 @@ def _launch(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor
         HIDDEN=hidden,
         BLOCK=block,
         ADD=residual is not None,
+        OVERLAP=overlap,
         num_warps=max(1, min(8, block // 512)),
+        **({"launch_pdl": True} if overlap else {}),
     )
     return out
 
@@ -55,11 +61,15 @@ def norm_kernel(
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     start = tl.program_id(0).to(tl.int64) * HIDDEN
     column = tl.arange(0, BLOCK)
     live = column < HIDDEN
     gain = tl.load(weight + column, mask=live, other=0.0).to(tl.float32)
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.load(x + start + column, mask=live, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
         row += tl.load(x + part * rows.to(tl.int64) * HIDDEN + start + column, mask=live, other=0.0)

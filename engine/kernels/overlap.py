@@ -10,6 +10,9 @@ from functools import cache
 
 import torch
 
+BATCH_ROWS = 256
+"""The most rows whose step is bound by reading: weights, and KV."""
+
 
 @cache
 def can_overlap(device: torch.device) -> bool:
@@ -17,6 +20,6 @@ def can_overlap(device: torch.device) -> bool:
 
 
 def between_linears(rows: int, device: torch.device) -> bool:
-    """For the kernels between the linears. Of several rows the waiting programs would take the room of working ones:
-    measured at 2, 8 and 16 rows, it gains nothing there."""
-    return rows == 1 and can_overlap(device)
+    """For the kernels between the linears. At 2 to 16 rows waiting programs would take the room of working ones, and
+    nothing is gained; with more than BATCH_ROWS, nothing either."""
+    return (rows == 1 or 16 < rows <= BATCH_ROWS) and can_overlap(device)

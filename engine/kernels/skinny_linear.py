@@ -22,9 +22,6 @@ from engine.kernels.skinny_vector import vector_kernel
 MAX_ROWS = 16
 """From 17 rows on cuBLAS reads W faster than these kernels, by more than a launch saved."""
 
-GATE_ROWS = 32
-"""For `gate_up`, which saves more: a launch, and the way of gate and up through memory."""
-
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
@@ -78,13 +75,10 @@ def linear(
     return out
 
 
-def gate_up(x: Tensor | Scaled, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """silu(gate) * up of [gate, up] = norm(x) @ weight.T + bias, for up to GATE_ROWS rows; a plain x has its norm
-    behind it. weight: [2 * N, K]. Returns [M, N]."""
-    before = x if isinstance(x, Scaled) else None
-    rows = x.x if isinstance(x, Scaled) else x
-    out = rows.new_empty(len(rows), len(weight) // 2)
-    _launch(rows, before, weight, bias, out, gated=True)
+def gate_up(x: Scaled, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """silu(gate) * up of [gate, up] = norm(x) @ weight.T + bias. weight: [2 * N, K]. Returns [M, N]."""
+    out = x.x.new_empty(len(x.x), len(weight) // 2)
+    _launch(x.x, x, weight, bias, out, gated=True)
     return out
 
 

@@ -128,7 +128,7 @@ def load_engine(
         from engine.cuda.runner import CudaRunner
         from engine.cuda.sampler import CudaSampler
 
-        model = build_model(model_config, weights.arena, CudaOps(), config.max_context)
+        model = build_model(model_config, weights.arena, CudaOps(model_config), config.max_context)
         sampler = CudaSampler(model_config.vocab_size, config.max_running, place)
         runner = CudaRunner(
             model, kv, sampler, limits, memory, "graph" if decode_path == "auto" else decode_path, progress

@@ -11,6 +11,8 @@ from typing import Final
 
 from rollout.command.versions import version_of
 
+PACKAGES: Final = {"flashinfer": "flashinfer", "triton": "triton", "cuda": "cuda-bindings"}
+"""Of the extra `cuda`: what is imported, and what is installed for it."""
 DEVICES: Final = Path("/dev")
 EXTRA: Final = "pip install 'rollout-worker[cuda]' (in a checkout: pip install -e '.[cuda]')"
 
@@ -28,7 +30,7 @@ def lacking() -> str | None:
     torch = version_of("torch")
     if torch is not None and torch.endswith("+cpu"):
         return f"torch {torch} is built without CUDA: install a build of torch with CUDA"
-    missing = [name for name in ("flashinfer", "triton") if find_spec(name) is None]
+    missing = [package for name, package in PACKAGES.items() if find_spec(name) is None]
     if missing:
         verb = "is" if len(missing) == 1 else "are"
         return f"{' and '.join(missing)} {verb} not installed: {EXTRA}"

@@ -11,6 +11,7 @@ import torch
 from triton import knobs
 
 from engine.config import EngineConfig
+from engine.kernels import gate_up
 from engine.request import SamplingParams
 from engine.start.build import load_engine
 from tests.engine.serve import ask, ids
@@ -42,7 +43,7 @@ def test_a_ready_engine_has_compiled_every_kernel(tmp_path: Path, compiled: list
     config = EngineConfig(max_running=80, max_step_tokens=512, max_context=1024)
     engine = load_engine(path, config, dtype="bfloat16", device="cuda").engine
     assert compiled
-    ready = len(compiled)
+    ready, loaded = len(compiled), gate_up.kernel.cache_info().misses
     chance = random.Random(0)
     number = 0
     for few in (1, 2, 70):
@@ -58,3 +59,4 @@ def test_a_ready_engine_has_compiled_every_kernel(tmp_path: Path, compiled: list
         while engine.has_work:
             engine.step()
     assert compiled[ready:] == []
+    assert gate_up.kernel.cache_info().misses == loaded
