@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,9 @@ from rollout.chat.errors import ChatError
 from rollout.chat.format import ChatFormat
 from rollout.chat.messages import checked_prompt, checked_tools, from_json
 from rollout.environments.base import said_by
+from rollout.environments.errors import describe
+
+log = logging.getLogger(__name__)
 
 Resolve = Callable[[Environment], object]
 """What makes a group's environments; see Registry."""
@@ -62,10 +66,19 @@ def with_prompts(submit: SubmitBatch, chat: ChatFormat, resolve: Resolve) -> Sub
     return submit.model_copy(update={"groups": tuple(groups)})
 
 
-def declared(environment: Environment, factory: object, name: str) -> Any:
-    """What an environment's class says of itself, for its configuration; () where it says nothing."""
+def declared(environment: Environment, factory: object, name: str) -> tuple[Any, ...]:
+    """What an environment's class says of itself, for its configuration; () where it says nothing.
+
+    Raises BadRequest where that fails: a class checks its configuration there.
+    """
     found = getattr(said_by(factory), name, ())
-    return found(environment.config) if callable(found) else found
+    try:
+        return tuple((found(environment.config) if callable(found) else found) or ())
+    except BadRequest:
+        raise
+    except BaseException as error:  # a SystemExit would end the event loop
+        log.warning("%s of environment %r raised", name, environment.name, exc_info=error)
+        raise BadRequest(f"environment {environment.name!r}: {describe(error)}", field="environment.config") from None
 
 
 def _with_prompt(group: Group, chat: ChatFormat, resolve: Resolve) -> Group:

@@ -371,3 +371,21 @@ def test_a_range_without_end_is_refused_by_the_sandbox() -> None:
     endless = chat("{% for i in range(10**9) %}{% endfor %}")
     with pytest.raises(ChatError, match="Range too big"):
         endless.form().prompt([USER])
+
+
+@pytest.mark.parametrize("error", [ValueError("config.x must be 1 or 2"), KeyError("x"), SystemExit(3)])
+@pytest.mark.parametrize("what", ["tool_schemas", "chat_roles"])
+def test_a_class_that_takes_no_such_configuration_refuses_one_submit_and_not_the_worker(
+    what: str, error: BaseException
+) -> None:
+    def fail(_cls: type, _config: Any) -> Any:
+        raise error
+
+    plugin = type("Refusing", (Chatty,), {what: classmethod(fail)})
+    with worker(TimedEngine(), what=served(chat(), refusing=plugin)) as thread, RolloutClient(thread.address) as client:
+        for given in ({"messages": [USER]}, {"prompt_ids": [1, 2]} if what == "chat_roles" else {"messages": [USER]}):
+            with pytest.raises(BadRequest, match="environment 'refusing': ") as refused:
+                only(client, environment="refusing", **given)
+            assert refused.value.field == "groups[0].environment.config"
+            assert type(error).__name__ in refused.value.message
+        assert only(client, messages=[USER]).status == "truncated", "it lives"
