@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Mapping
 from numbers import Real
@@ -25,6 +26,16 @@ MAX_NAME = 256
 
 class BadAnswer(SpeaksForItself):
     """The environment returned something that has no meaning; the message says what."""
+
+
+def check_class(factory: Any) -> None:
+    """What a class says of its environments. Raises BadAnswer where that has no meaning."""
+    where = getattr(factory, "isolation", "worker")
+    if where not in ("worker", "process"):
+        raise BadAnswer(f"isolation is {where!r}, neither 'worker' nor 'process'")
+    roles = getattr(factory, "chat_roles", ())
+    if not callable(roles) and (isinstance(roles, str) or not all(isinstance(role, str) for role in roles)):
+        raise BadAnswer(f"chat_roles is {roles!r}, not a tuple of roles")
 
 
 def check_environment(made: Any) -> Environment:
@@ -51,7 +62,8 @@ def check_observation(returned: Any, vocab_size: int) -> Answer:
 def check_step(returned: Any, vocab_size: int) -> Answer:
     """Of `step`."""
     if not isinstance(returned, Step):
-        raise BadAnswer(f"step returned {_kind(returned)}, not a Step")
+        forgotten = ": is an `await` missing?" if inspect.isawaitable(returned) else ""
+        raise BadAnswer(f"step returned {_kind(returned)}, not a Step{forgotten}")
     if not isinstance(returned.done, bool | np.bool_):
         raise BadAnswer(f"done is {_kind(returned.done)}, not a bool")
     return Answer(

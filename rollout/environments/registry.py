@@ -13,6 +13,7 @@ from typing import Any
 from protocols import fields
 from protocols.errors import BadRequest
 from rollout.environments.base import Environment, EnvironmentFactory
+from rollout.environments.checks import BadAnswer, check_class
 from rollout.environments.isolated import Isolated
 from rollout.environments.pool import NOBODY, Owner, Pool
 from rollout.environments.remote import Remote
@@ -140,6 +141,10 @@ class Registry:
         await self._tool_pool.close()
 
     def _placed(self, name: str, factory: EnvironmentFactory) -> EnvironmentFactory:
+        try:
+            check_class(factory)
+        except BadAnswer as error:
+            raise ValueError(f"environment {name!r}: {error}") from None
         if name not in self._isolated and getattr(factory, "isolation", "worker") != "process":
             return placed(factory, self._tool_pool)
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from importlib.metadata import EntryPoint
+from typing import Any
 
 import pytest
 
@@ -63,6 +64,20 @@ def test_a_class_that_can_be_no_environment_is_refused_at_start() -> None:
         Registry.load(["a=json:JSONDecoder"])
     with pytest.raises(ValueError, match=r"Environment does not define step$"):
         Registry.load(["a=rollout.environments.base:Environment"])
+
+
+@pytest.mark.parametrize(
+    ("says", "complaint"),
+    [
+        ({"isolation": "proces"}, "'a': isolation is 'proces', neither 'worker' nor 'process'"),
+        ({"isolation": True}, "isolation is True"),
+        ({"chat_roles": "user"}, "'a': chat_roles is 'user', not a tuple of roles"),
+        ({"chat_roles": (1,)}, r"chat_roles is \(1,\)"),
+    ],
+)
+def test_what_a_class_says_is_checked_at_start(says: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        Registry({"a": type("Odd", (Fake,), says)})
 
 
 def test_an_entry_point_is_imported_when_it_is_asked_for() -> None:
