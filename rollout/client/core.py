@@ -28,7 +28,7 @@ from rollout.client.limits import check_size
 from rollout.client.link import Curve, Link
 from rollout.client.loop import Loop
 from rollout.client.pending import Pending
-from rollout.client.values import seconds
+from rollout.client.values import checked, seconds
 from rollout.client.waiting import Mailbox, Steps
 
 log = logging.getLogger(__name__)
@@ -38,6 +38,7 @@ CLOSE_S = 5.0
 ADDRESS = re.compile(r"tcp://(?:\[[0-9a-fA-F:.]+\]|[^\s:/]+):(?P<port>\d+)|ipc://.+")
 
 
+M = TypeVar("M", bound=RequestMessage)
 R = TypeVar("R", bound=ReplyMessage)
 
 
@@ -103,6 +104,10 @@ class Core:
 
     def new_id(self) -> str:
         return f"{self._prefix}-{next(self._numbers)}"
+
+    def message(self, kind: type[M], **fields: Any) -> M:
+        """A request with an id of its own. Raises BadRequest, naming the field that is wrong."""
+        return checked(kind, id=self.new_id(), **fields)
 
     def check_usable(self) -> None:
         """Raises ClientClosed."""

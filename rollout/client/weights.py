@@ -16,7 +16,7 @@ from protocols.requests import AbortWeightsRequest, CommitWeightsRequest, Prepar
 from rollout.client.call import Call
 from rollout.client.core import Core
 from rollout.client.push import PushedWeights
-from rollout.client.values import checked, mapping, seconds, whole
+from rollout.client.values import mapping, seconds, whole
 from rollout.client.waiting import Steps
 
 if TYPE_CHECKING:
@@ -162,9 +162,8 @@ class WeightCalls:
             raise BadRequest(
                 f"must be a path, not {type(path).__name__}: a live model goes to push_weights", field="path"
             )
-        message = checked(
+        message = self._core.message(
             PrepareWeightsRequest,
-            id=self._core.new_id(),
             update_id=update_id or f"update-{secrets.token_hex(6)}",
             path=os.path.abspath(path),  # the worker's working directory is another
             version=version,
@@ -186,9 +185,8 @@ class WeightCalls:
     ) -> Steps[WeightsCommitted]:
         """Make prepared weights serve. Repeating it for weights that serve already is harmless."""
         drain_s = seconds(drain_timeout, "drain_timeout") if mode == "drain" else None
-        message = checked(
+        message = self._core.message(
             CommitWeightsRequest,
-            id=self._core.new_id(),
             update_id=prepared.update_id,
             version=prepared.version,
             digest=digest or prepared.digest,
@@ -202,6 +200,4 @@ class WeightCalls:
     def abort_weights(self, prepared: WeightsPrepared | str, *, timeout: float | None = None) -> Steps[None]:
         """Make the worker forget prepared weights (given by the reply or by the update id)."""
         update_id = prepared.update_id if isinstance(prepared, WeightsPrepared) else prepared
-        yield from self._core.ask(
-            checked(AbortWeightsRequest, id=self._core.new_id(), update_id=update_id), Ok, timeout
-        )
+        yield from self._core.ask(self._core.message(AbortWeightsRequest, update_id=update_id), Ok, timeout)

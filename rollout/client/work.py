@@ -17,7 +17,7 @@ from rollout.client.ledger import Item
 from rollout.client.limits import check_groups
 from rollout.client.resumption import resumption
 from rollout.client.trajectory import Trajectory
-from rollout.client.values import Ids, checked, int32, mapping, number, several
+from rollout.client.values import Ids, int32, mapping, number, several
 from rollout.client.waiting import Mailbox, Steps
 
 Surplus = Literal["keep", "return"]
@@ -68,9 +68,8 @@ class WorkCalls(Generic[B]):
                 raise BadRequest(
                     f"must be a Group, as `group` makes one, not {type(group).__name__}", field=f"groups[{i}]"
                 )
-        message = checked(
+        message = self._core.message(
             SubmitBatch,
-            id=self._core.new_id(),
             batch_id=batch_id if batch_id is not None else f"batch-{secrets.token_hex(6)}",
             groups=(*new, *again),
             step=step,
@@ -107,9 +106,8 @@ class WorkCalls(Generic[B]):
         A repeat is harmless. So is the answer to a turn from before a worker's restart: that trajectory has
         started again, and its turns come again.
         """
-        message = checked(
+        message = self._core.message(
             Continue,
-            id=self._core.new_id(),
             trajectory_id=turn_done.trajectory_id,
             turn=turn_done.turn.index,
             expected_len=turn_done.total_len,
@@ -135,9 +133,8 @@ class WorkCalls(Generic[B]):
         """End trajectories with what they have; their records still come, as `abort_client`. Returns counts.
 
         One id may stand without a list."""
-        message = checked(
+        message = self._core.message(
             Cancel,
-            id=self._core.new_id(),
             trajectory_ids=several(trajectory_ids, "trajectory_ids"),
             group_ids=several(group_ids, "group_ids"),
             batch_ids=several(batch_ids, "batch_ids"),

@@ -11,7 +11,7 @@ from protocols.replies import Ok, Pong, Scored, Welcome, WorkerStatus
 from protocols.requests import Drain, PauseRequest, Ping, ResumeRequest, Score, StatusRequest
 from rollout.client.call import Call
 from rollout.client.core import Core
-from rollout.client.values import Ids, checked, int32, seconds, several, uint8
+from rollout.client.values import Ids, int32, seconds, several, uint8
 from rollout.client.waiting import Steps
 
 
@@ -41,9 +41,8 @@ class WorkerCalls:
         """
         arrays = tuple(int32(ids, f"sequences[{i}]") for i, ids in enumerate(several(sequences, "sequences")))
         masks = None if sampled is None else several(sampled, "sampled")
-        message = checked(
+        message = self._core.message(
             Score,
-            id=self._core.new_id(),
             sequences=arrays,
             sampled=None if masks is None else tuple(uint8(mask, f"sampled[{i}]") for i, mask in enumerate(masks)),
             sampling=sampling or Sampling(),
@@ -57,26 +56,26 @@ class WorkerCalls:
     @Call
     def status(self, *, timeout: float | None = None) -> Steps[WorkerStatus]:
         """One look at the worker: what runs and waits, what serves, and its counters."""
-        return (yield from self._core.ask(checked(StatusRequest, id=self._core.new_id()), WorkerStatus, timeout))
+        return (yield from self._core.ask(self._core.message(StatusRequest), WorkerStatus, timeout))
 
     @Call
     def ping(self, *, timeout: float | None = None) -> Steps[Pong]:
         """Does the worker answer? With its boot id and the version of the weights that serve."""
-        return (yield from self._core.ask(checked(Ping, id=self._core.new_id()), Pong, timeout))
+        return (yield from self._core.ask(self._core.message(Ping), Pong, timeout))
 
     @Call
     def pause(self, *, timeout: float | None = None) -> Steps[None]:
         """Launch no engine step until `resume`; everything stays where it is."""
-        yield from self._core.ask(checked(PauseRequest, id=self._core.new_id()), Ok, timeout)
+        yield from self._core.ask(self._core.message(PauseRequest), Ok, timeout)
 
     @Call
     def resume(self, *, timeout: float | None = None) -> Steps[None]:
         """Go on after `pause`. Not for kept trajectories: those go on by `submit(resume=...)`."""
-        yield from self._core.ask(checked(ResumeRequest, id=self._core.new_id()), Ok, timeout)
+        yield from self._core.ask(self._core.message(ResumeRequest), Ok, timeout)
 
     @Call
     def drain(self, drain_timeout: float, *, timeout: float | None = None) -> Steps[dict[str, int]]:
         """Make the worker refuse new work; returns counts when nothing runs or `drain_timeout` seconds passed."""
         drain_s = seconds(drain_timeout, "drain_timeout")
-        message = checked(Drain, id=self._core.new_id(), timeout_s=drain_s)
+        message = self._core.message(Drain, timeout_s=drain_s)
         return (yield from self._core.ask(message, Ok, self._core.wait(timeout) + drain_s)).detail
