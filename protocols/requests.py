@@ -201,7 +201,7 @@ class PauseRequest(RequestMessage):
 
 
 class ResumeRequest(RequestMessage):
-    """Go on after `pause`."""
+    """Go on after `pause`, and take new work again after `drain`."""
 
     type: Literal["resume"] = "resume"
 
@@ -255,7 +255,7 @@ class StatusRequest(RequestMessage):
 
 
 class Drain(RequestMessage):
-    """Refuse new work, let running work end, answer when nothing runs or the time is over."""
+    """Refuse new work until `resume`, let running work end, answer when nothing runs or the time is over."""
 
     type: Literal["drain"] = "drain"
     timeout_s: Seconds

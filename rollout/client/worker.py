@@ -70,12 +70,13 @@ class WorkerCalls:
 
     @Call
     def resume(self, *, timeout: float | None = None) -> Steps[None]:
-        """Go on after `pause`. Not for kept trajectories: those go on by `submit(resume=...)`."""
+        """Go on after `pause` or `drain`. Not for kept trajectories: those go on by `submit(resume=...)`."""
         yield from self._core.ask(self._core.message(ResumeRequest), Ok, timeout)
 
     @Call
     def drain(self, drain_timeout: float, *, timeout: float | None = None) -> Steps[dict[str, int]]:
-        """Make the worker refuse new work; returns counts when nothing runs or `drain_timeout` seconds passed."""
+        """Make the worker refuse new work, of every client, until `resume`. Returns counts when nothing runs or
+        `drain_timeout` seconds passed."""
         drain_s = seconds(drain_timeout, "drain_timeout")
         message = self._core.message(Drain, timeout_s=drain_s)
         return (yield from self._core.ask(message, Ok, self._core.wait(timeout) + drain_s)).detail

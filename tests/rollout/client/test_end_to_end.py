@@ -128,6 +128,8 @@ def test_cancel_pause_and_drain(later: Later) -> None:
         assert client.drain(5.0) == {"running": 0, "waiting": 0}
         with pytest.raises(ShuttingDown):
             client.submit(client.group([1]))
+        client.resume()
+        assert len(client.submit(client.group([1], max_tokens=1)).results(timeout=10)) == 1
 
 
 def test_asyncio() -> None:
