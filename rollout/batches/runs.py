@@ -15,6 +15,7 @@ from protocols.replies import TurnDone
 from rollout.batches.admission import Admission
 from rollout.batches.record_size import record_bytes
 from rollout.batches.submitted import Batch, Member, SubmittedGroup
+from rollout.batches.waiting import Waiting
 from rollout.environments.answer import End
 from rollout.generation.pace import Lanes, Pace
 from rollout.metrics.observer import Observer
@@ -46,7 +47,7 @@ class Runs:
         self._untouched = untouched
         self._observer = observer
         self._starts = itertools.count()
-        self._waiting: dict[Member, None] = {}
+        self._waiting = Waiting(lambda member: self.end(member, "trajectory_deadline"))
         self._kept: dict[Member, None] = {}
         self._tasks: dict[asyncio.Task[Record], Member] = {}
         self._closings: set[asyncio.Task[None]] = set()
@@ -116,22 +117,15 @@ class Runs:
     # The queue.
 
     def _queue(self, member: Member) -> None:
-        member.started = False
-        self._waiting[member] = member.group.waiting[member] = None
+        self._waiting.add(member)
         self.admission.queue(member)
         self.idle.clear()
-        self._watch(member.group)
-
-    def _leave_queue(self, member: Member) -> None:
-        del self._waiting[member]
-        member.group.waiting.pop(member, None)
-        member.started = True
 
     def _start_next(self) -> bool:
         member = self.admission.next(self.version())
         if member is None:
             return False
-        self._leave_queue(member)
+        self._waiting.remove(member)
         if member.rollout is not None:
             if member.rollout.pending_turn is not None:
                 member.session.post(member.turn(member.rollout.pending_turn))
@@ -147,21 +141,6 @@ class Runs:
         if not member.forgotten and member.kept_s is None:
             member.session.post(member.turn(turn))
 
-    def _watch(self, group: SubmittedGroup) -> None:
-        """See to it that samples do not wait beyond their deadline."""
-        seconds = group.seconds
-        if seconds is not None and group.deadline is None and group.waiting:
-            left = next(iter(group.waiting)).accepted + seconds - time.monotonic()
-            group.deadline = asyncio.get_running_loop().call_later(max(0.0, left), self._overdue, group, seconds)
-
-    def _overdue(self, group: SubmittedGroup, seconds: float) -> None:
-        group.deadline = None
-        latest = time.monotonic() - seconds
-        for member in list(itertools.takewhile(lambda member: member.accepted <= latest, group.waiting)):
-            del group.waiting[member]
-            self.end(member, "trajectory_deadline")
-        self._watch(group)
-
     # Ends.
 
     def _end_next(self) -> bool:
@@ -173,24 +152,17 @@ class Runs:
             return True
         if reason == "abort_surplus" and member.batch.target.surplus == "keep" and self._keep(member):
             return True
-        if member.rollout is None:
-            self._end_unstarted(member, reason)
-            return True
         if member in self._waiting:
-            self._leave_queue(member)
+            self._waiting.remove(member)
             self.admission.start(member, 0)
         elif member.kept_s is not None:
             self.admission.unpark(member)
-        member.rollout.cancel(reason, member.end(reason, self.version()).truncation)
-        return True
-
-    def _end_unstarted(self, member: Member, reason: TrajectoryReason) -> None:
-        if member.kept_s is None:
-            self._leave_queue(member)
-            self.admission.start(member, 0)
+        end = member.end(reason, self.version())
+        if member.rollout is None:
+            self._finish(member, self._record(member, end))
         else:
-            self.admission.unpark(member)
-        self._finish(member, self._record(member, member.end(reason, self.version())))
+            member.rollout.cancel(reason, end.truncation)
+        return True
 
     def _record(self, member: Member, end: End) -> Record:
         """Of one that did not get as far as to make its own."""
@@ -253,9 +225,6 @@ class Runs:
         """A trajectory of the group has left it; perhaps it was the last one, of the batch even."""
         batch = group.batch
         if group.count.open == 0:
-            if group.deadline is not None:
-                group.deadline.cancel()
-                group.deadline = None
             if tell:
                 batch.session.post(group.done())
             self._observer.group_done(batch.round, group.spec.id, time.monotonic() - group.accepted)
@@ -292,7 +261,7 @@ class Runs:
         if member in self._waiting:
             if not self.admission.keep_waiting(member, record_bytes(self._so_far(member), member.group.echoed)):
                 return False
-            self._leave_queue(member)
+            self._waiting.remove(member)
             self._kept_now(member)
             return True
         if rollout is None or not self.admission.keep_soon(member):
