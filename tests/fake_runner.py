@@ -144,11 +144,11 @@ class FakeRunner:
             written += blocks[plan.context_lens[row] // BLOCK_SIZE :]
             assert 0 not in blocks, "the dummy block was handed out"
             if self._pool is not None:
-                assert all(self._pool.references(b) for b in blocks), "a block of a step in flight is free"
+                assert self._pool.references(blocks).all(), "a block of a step in flight is free"
         assert len(set(written)) == len(written), "two rows write one block"
         if self._pool is not None:
             for block in written:
-                assert self._pool.references(block) == 1, f"a step writes the shared block {block}"
+                assert self._pool.references([block]) == 1, f"a step writes the shared block {block}"
                 assert self._pool.key(block) is None, f"a step writes the published block {block}"
 
     def _run(self, plan: StepPlan) -> StepOutput:
@@ -220,7 +220,8 @@ class FakeRunner:
     def _poison(self) -> None:
         """Nobody may count on a free block that has no name."""
         if self._pool is not None:
-            free = [b for b in range(1, self.num_blocks) if not self._pool.references(b) and not self._pool.key(b)]
+            unheld = (self._pool.references(range(self.num_blocks)) == 0).nonzero()[0]
+            free = [block for block in unheld.tolist() if block and not self._pool.key(block)]
             self.kv[free] = POISON
 
 

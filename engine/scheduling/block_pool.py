@@ -8,9 +8,13 @@ Block 0 is the dummy of padding rows and is never handed out.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
-from itertools import islice
+from itertools import islice, repeat, takewhile
+
+import numpy as np
+
+from engine.request import Int64Array
 
 KEY_BYTES = 16
 
@@ -26,10 +30,10 @@ def block_key(parent: bytes, token_bytes: bytes) -> bytes:
 
 
 class BlockPool:
-    """A fixed number of blocks with reference counts; every operation is O(1) a block.
+    """A fixed number of blocks with reference counts; no operation costs more than O(1) a block.
 
     `acquire` and `release` move references; `publish` names a full block so that `find` can hit it. A published
-    block is never written again until it has been evicted by `allocate`.
+    block is never written again until it has been evicted by `allocate`. Lists of blocks name none twice.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -37,7 +41,7 @@ class BlockPool:
         if num_blocks < 2:
             raise ValueError(f"a pool needs the dummy and at least one block, not {num_blocks} in all")
         self.num_usable = num_blocks - 1
-        self._refs = [0] * num_blocks
+        self._refs = np.zeros(num_blocks, np.int64)
         self._keys: list[bytes | None] = [None] * num_blocks
         self._by_key: dict[bytes, int] = {}
         self._blank = list(range(num_blocks - 1, 0, -1))  # free, without a key
@@ -51,8 +55,8 @@ class BlockPool:
     def num_used(self) -> int:
         return self.num_usable - self.num_free
 
-    def references(self, block: int) -> int:
-        return self._refs[block]
+    def references(self, blocks: Sequence[int]) -> Int64Array:
+        return self._refs[_index(blocks)]
 
     def key(self, block: int) -> bytes | None:
         return self._keys[block]
@@ -64,62 +68,66 @@ class BlockPool:
         self.withdraw([*islice(self._cached, max(0, count - len(self._blank)))])
         first = len(self._blank) - count
         blocks, self._blank[first:] = self._blank[first:], []
-        for block in blocks:
-            self._refs[block] = 1
+        self._refs[blocks] = 1
         return blocks
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
         """Blocks of the longest known prefix of a chain of keys. Takes no reference."""
-        blocks = []
-        for key in keys:
-            block = self._by_key.get(key)
-            if block is None:
-                break
-            blocks.append(block)
-        return blocks
+        found = map(self._by_key.get, keys, repeat(0))  # the dummy block has no key
+        return [*takewhile(bool, found)]
 
-    def num_unheld(self, blocks: Iterable[int]) -> int:
+    def num_unheld(self, blocks: Sequence[int]) -> int:
         """How many of `blocks` an `acquire` would take out of the free list."""
-        return sum(self._refs[block] == 0 for block in blocks)
+        return int(np.count_nonzero(self.references(blocks) == 0))
 
-    def acquire(self, blocks: Iterable[int]) -> None:
+    def acquire(self, blocks: Sequence[int]) -> None:
         """Add a reference to each block that `find` gave."""
-        for block in blocks:
-            if self._refs[block] == 0:
-                del self._cached[block]
-            self._refs[block] += 1
+        index = _index(blocks)
+        refs = self._refs[index]
+        self._refs[index] = refs + 1
+        for block in index[refs == 0].tolist():
+            del self._cached[block]
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drop one reference of each block of a sequence, given in sequence order.
 
         The last block is freed first, so that eviction takes the tails of sequences before shared heads.
         """
-        for block in reversed(blocks):
-            if self._refs[block] < 1:
-                raise ValueError(f"block {block} is released but nobody holds it")
-            self._refs[block] -= 1
-            if self._refs[block] == 0:
-                if self._keys[block] is None:
-                    self._blank.append(block)
-                else:
-                    self._cached[block] = None
+        index = _index(blocks)[::-1]
+        refs = self._refs[index]
+        if not refs.all():
+            raise ValueError(f"block {index[refs == 0][0]} is released but nobody holds it")
+        self._refs[index] = refs - 1
+        for block in index[refs == 1].tolist():
+            if self._keys[block] is None:
+                self._blank.append(block)
+            else:
+                self._cached[block] = None
 
-    def publish(self, blocks: Iterable[int], keys: Iterable[bytes]) -> None:
-        """Name held, completely computed blocks. The first block of a key stays the one that is hit."""
-        for block, key in zip(blocks, keys, strict=True):
-            if self._refs[block] < 1:
+    def publish(self, blocks: Sequence[int], keys: Sequence[bytes]) -> None:
+        """Name held, completely computed blocks by a chain of keys.
+
+        The first block of a key stays the one that is hit.
+        """
+        known = len(self.find(keys))
+        for block, key in zip(blocks[known:], keys[known:], strict=True):
+            if not self._refs[block]:
                 raise ValueError(f"block {block} is published but nobody holds it")
             if self._keys[block] is None and key not in self._by_key:
                 self._keys[block] = key
                 self._by_key[key] = block
 
-    def withdraw(self, blocks: Iterable[int]) -> None:
+    def withdraw(self, blocks: Sequence[int]) -> None:
         """Take blocks out of the prefix map: their contents are not to be trusted."""
         for block in blocks:
             key = self._keys[block]
             if key is not None:
                 del self._by_key[key]
                 self._keys[block] = None
-                if self._refs[block] == 0:
+                if block in self._cached:
                     del self._cached[block]
                     self._blank.append(block)
+
+
+def _index(blocks: Sequence[int]) -> Int64Array:
+    return np.fromiter(blocks, np.int64, len(blocks))

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.sequence import Sequence
 
@@ -21,16 +23,27 @@ AWAY_SHARE = 2
 class KvHold:
     """The KV of one trajectory between turns.
 
-    order: start of its trajectory. own: how many of `blocks` nobody else held when it began. wait: how long it was
-    expected to stay away. returned: the next turn has come and waits.
+    turn: the one that has ended. own: how many of `blocks` nobody else held then. returned: the next one waits.
     """
 
-    key: str
-    order: int
+    turn: Sequence
     blocks: list[int]
     own: int
-    wait: float
     returned: bool = False
+
+    @property
+    def key(self) -> str:
+        return self.turn.request.trajectory
+
+    @property
+    def order(self) -> int:
+        """Start of its trajectory."""
+        return self.turn.request.order
+
+    @property
+    def wait(self) -> float:
+        """Seconds that it was expected to stay away."""
+        return self.turn.request.expected_wait
 
     @property
     def away(self) -> bool:
@@ -55,11 +68,10 @@ class KvHolds:
 
     def begin(self, sequence: Sequence, blocks: list[int]) -> None:
         """The turn `sequence` ends, its blocks not yet released; `blocks` are what the next one can hit."""
-        request = sequence.request
-        own = sum(self._pool.references(block) <= 1 for block in blocks)
+        own = int(np.count_nonzero(self._pool.references(blocks) <= 1))
         self._pool.acquire(blocks)
-        self.end(request.trajectory)
-        self._by_key[request.trajectory] = KvHold(request.trajectory, request.order, blocks, own, request.expected_wait)
+        self.end(sequence.request.trajectory)
+        self._by_key[sequence.request.trajectory] = KvHold(sequence, blocks, own)
 
     def end(self, key: str) -> None:
         """The next turn has its blocks, or there will be none."""
@@ -67,10 +79,17 @@ class KvHolds:
         if hold is not None:
             self._pool.release(hold.blocks)
 
-    def returned(self, key: str, here: bool) -> None:
-        """The next turn waits to be admitted, or does no longer and was not."""
+    def returned(self, sequence: Sequence) -> None:
+        """The next turn waits to be admitted."""
+        hold = self._by_key.get(sequence.request.trajectory)
+        if hold is not None:
+            hold.returned = True
+            sequence.take_keys(hold.turn)
+
+    def gone_again(self, key: str) -> None:
+        """That turn has ended before it was admitted."""
         if key in self._by_key:
-            self._by_key[key].returned = here
+            self._by_key[key].returned = False
 
     def clear(self) -> None:
         for key in list(self._by_key):

@@ -52,7 +52,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         insort(self._waiting, sequence, key=_key)
-        self.holds.returned(sequence.request.trajectory, True)
+        self.holds.returned(sequence)
 
     def remove(self, sequence: Sequence, *, trusted: bool = True, goes_on: bool = False) -> None:
         """Forget a sequence wherever it is. trusted: its KV may be hit by others. goes_on: its trajectory may."""
@@ -61,7 +61,7 @@ class Scheduler:
             return
         if not self._remove_from(self._waiting, sequence):
             self._remove_from(self._held[sequence.request.group], sequence)
-        self.holds.returned(sequence.request.trajectory, False)
+        self.holds.gone_again(sequence.request.trajectory)
 
     def begin_epoch(self) -> None:
         """New weights serve: nothing published before is hit again, and nothing computed before is published."""
@@ -123,10 +123,9 @@ class Scheduler:
 
         After the last one siblings that waited for them may go.
         """
-        sequence, end = chunk.sequence, chunk.start + chunk.size
-        self._publish(sequence, self.table.blocks_of(chunk.slot), chunk.start // BLOCK_SIZE, end // BLOCK_SIZE)
+        self._publish(chunk.sequence, self.table.blocks_of(chunk.slot), chunk.start + chunk.size)
         if chunk.last:
-            self._stop_leading(sequence)
+            self._stop_leading(chunk.sequence)
 
     def _admit(self, step: int) -> Sequence | None:
         """Give a slot and blocks to the first waiting sequence that may start; None when it does not fit."""
@@ -174,10 +173,11 @@ class Scheduler:
                 return True
         return False
 
-    def _publish(self, sequence: Sequence, blocks: list[int], first: int, end: int) -> None:
-        """Offer the blocks [first, end) of a sequence, each computed to its last position, to the prefix cache."""
+    def _publish(self, sequence: Sequence, blocks: list[int], computed: int) -> None:
+        """Offer a sequence's whole blocks among its first `computed` positions to the prefix cache."""
         if self._config.prefix_cache and sequence.epoch == self.epoch:
-            self.pool.publish(blocks[first:end], sequence.prefix_keys(end, self.epoch)[first:])
+            whole = computed // BLOCK_SIZE
+            self.pool.publish(blocks[:whole], sequence.prefix_keys(whole, self.epoch))
 
     def _hits(self, sequence: Sequence) -> list[int]:
         """Blocks of its longest cached prefix; the last id is always computed anew."""
@@ -215,7 +215,7 @@ class Scheduler:
         if not trusted:
             self.pool.withdraw(blocks)
         elif len(sequence.ids) > num_admitted:
-            self._publish(sequence, blocks, 0, (len(sequence.ids) - 1) // BLOCK_SIZE)
+            self._publish(sequence, blocks, len(sequence.ids) - 1)
         if hold and sequence.epoch == self.epoch and (hits := self._hits(sequence)):
             self.holds.begin(sequence, hits)
         if last_step > self._done_step:

@@ -93,6 +93,12 @@ class Sequence:
                 keys.append(key)
         return keys[:count]
 
+    def take_keys(self, earlier: Sequence) -> None:
+        """What an earlier turn of its trajectory hashed need not be hashed again."""
+        count = BLOCK_SIZE * len(earlier._keys)
+        if np.array_equal(self.ids[:count], earlier.ids[:count]):
+            self._keys, self._key_epoch = [*earlier._keys], earlier._key_epoch
+
     def preempted(self) -> None:
         """It has left its slot: note whose KV its tokens were sampled from; a score that was cut starts over."""
         self.preemptions += 1

@@ -24,12 +24,14 @@ class StopChecks:
     def start(self, slot: int, ids: frozenset[int], matcher: StringMatcher | None) -> None:
         """Rules of an empty slot. The matcher goes on where it was, after a preemption too."""
         self._ids[slot] = ids
-        self._stopping[list(ids)] += 1
+        for token_id in ids:
+            self._stopping[token_id] += 1
         if matcher is not None:
             self._matchers[slot] = matcher
 
     def end(self, slot: int) -> None:
-        self._stopping[list(self._ids.pop(slot))] -= 1
+        for token_id in self._ids.pop(slot):
+            self._stopping[token_id] -= 1
         self._matchers.pop(slot, None)
 
     def check(self, slots: npt.NDArray[np.int64], token_ids: IntArray) -> dict[int, int | bytes]:

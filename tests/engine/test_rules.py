@@ -142,6 +142,17 @@ def test_rule_05_nothing_is_published_at_launch(make_host: MakeHost) -> None:
     assert len(host.pool._by_key) == 4
 
 
+def test_rule_05_blocks_of_sampled_ids_are_published_when_their_turn_ends(make_host: MakeHost) -> None:
+    host = make_host()
+    request = ask("a", 20, 60)
+    host.add(request)
+    host.step(45)
+    assert len(host.pool._by_key) == 1, "more than the prompt's, whose row still runs"
+    host.engine.abort("a", "abort_client")
+    reply = host.run()["a"].token_ids.tolist()
+    assert len(host.pool._by_key) == (20 + len(reply) - 1) // BLOCK_SIZE == 3
+
+
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33])
 def test_rule_06_the_last_id_is_always_computed_anew(make_host: MakeHost, length: int) -> None:
     host = make_host()

@@ -164,8 +164,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def references_add_up(self) -> None:
-        for block in range(1, 9):
-            assert self.pool.references(block) == self._held(block)
+        assert self.pool.references(range(9)).tolist() == [self._held(block) for block in range(9)]
         assert self.pool.num_used == self._num_held()
         assert self.pool.num_free + self.pool.num_used == self.pool.num_usable == 8
         assert {key: block for block in range(9) if (key := self.pool.key(block))} == self.names

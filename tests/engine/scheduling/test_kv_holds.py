@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.config import BLOCK_SIZE
 from engine.request import Completion, Request, SamplingParams
+from engine.scheduling import sequence as sequences
 from engine.scheduling.block_pool import BlockPool, block_key, root_key
 from engine.scheduling.kv_holds import LONG_WAIT, KvHolds
 from engine.scheduling.phases import PausableClock, PhaseTimes
@@ -43,7 +44,8 @@ class Bench:
             self.pool.publish([block], [self._keys])
         self.holds.begin(sequence, blocks)
         self.pool.release(blocks)
-        self.holds.returned(name, returned)
+        if returned:
+            self.holds.returned(sequence)
         return blocks
 
     @staticmethod
@@ -92,8 +94,8 @@ def test_those_that_stay_away_for_long_keep_half_of_the_pool_from_newer_ones() -
     for order in range(4):
         bench.hold(f"{order}", order, count=20, wait=LONG_WAIT)
     assert bench.victims_of("new", 9) == ["3", "2"], "60 of 100 blocks, then 40"
-    bench.holds.returned("3", True)
-    bench.holds.returned("2", True)
+    for order in (3, 2):
+        bench.holds.returned(bench.sequence(str(order), order))
     assert bench.victims_of("new", 9) == [], "who is back is not away"
 
 
@@ -123,7 +125,7 @@ def test_a_second_hold_of_one_trajectory_takes_the_place_of_the_first() -> None:
     again = bench.hold("a", 1, count=2)
     assert len(bench.holds) == 1
     assert bench.pool.num_used == 2
-    assert [bench.pool.references(block) for block in again] == [1, 1]
+    assert bench.pool.references(again).tolist() == [1, 1]
 
 
 # In the engine.
@@ -178,6 +180,28 @@ def test_what_is_held_is_told(make_host: MakeHost) -> None:
     assert (host.engine.stats().kv_holds, host.engine.stats().blocks_used) == (1, 3)
     host.engine.release_kv("b")
     assert host.engine.stats().kv_holds_dropped_total == 0
+
+
+def test_the_next_turn_hashes_only_what_is_new(make_host: MakeHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = make_host()
+    first = turn("a", 100, 10)
+    second = following(first, host.run(first)["a"])
+    hashed = []
+    monkeypatch.setattr(sequences, "block_key", lambda *args: hashed.append(args) or block_key(*args))
+    host.run(second)
+    whole = (len(second.token_ids) + len(host.ended[second.id].token_ids) - 1) // BLOCK_SIZE
+    assert len(hashed) == whole - old_blocks(first) // BLOCK_SIZE
+    assert_same(host.ended[second.id], solo(second))
+    host.engine.release_kv("a")
+
+
+def test_a_turn_that_does_not_go_on_from_the_last_one_takes_nothing_from_it(make_host: MakeHost) -> None:
+    host = make_host()
+    host.run(turn("a", range(1, 101), 10))
+    other = turn("a2", [*range(1, 40), 7, *range(41, 120)], 10, goes_on=False)
+    assert host.run(other)["a2"].cached_tokens == 32
+    assert_same(host.ended["a2"], solo(other))
+    assert host.pool.num_used == 0
 
 
 def test_a_turn_of_less_than_a_block_holds_nothing(make_host: MakeHost) -> None:
