@@ -124,6 +124,8 @@ class Process:
         if not self.died.done():
             with suppress(OSError):
                 self._lifeline.shutdown(socket.SHUT_WR)
+                if self.pid:
+                    os.kill(self.pid, signal.SIGCONT)  # foreign code may have stopped it
         self._end(reason)
 
     async def gone(self) -> None:

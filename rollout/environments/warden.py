@@ -35,6 +35,7 @@ def main(lifeline: int, connection: int) -> NoReturn:
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _adopt_orphans()
+    _prctl(PR_SET_PDEATHSIG, signal.SIGCONT)  # foreign code may stop us, and nobody else would set us going again
     woken, wake = os.pipe()
     for end in (woken, wake):
         os.set_blocking(end, False)

@@ -17,10 +17,11 @@ from rollout.chat.tokenizer import Tokenizer
 from rollout.environments.answer import Answer, End
 from rollout.environments.base import Context, Rewards
 from rollout.environments.guard import Guard, Patience
+from rollout.environments.pool import Owner
 from rollout.environments.registry import Registry
 from tests.rollout.build import run
 from tests.rollout.chat.test_tokenizer import byte_level
-from tests.rollout.environments import odd
+from tests.rollout.environments import foreign, odd
 from tests.rollout.environments.build import TURN, context, draft, guarded
 from tests.rollout.workers import soon
 
@@ -279,6 +280,31 @@ def test_many_that_hang_at_once_end_at_their_deadlines_and_leave_nothing_behind(
         assert all(process.load == 0 for process in registry._pool.processes)
         assert await play(guard(registry, "Odd"), about()) == Rewards(3.0)
         assert len(registry._pool.processes) <= 2
+
+    with_registry(main, processes=2)
+
+
+def test_environments_and_tools_of_many_clients_have_one_bound_together() -> None:
+    async def main(registry: Registry) -> None:
+        most = 0.0
+
+        async def watched(work: Awaitable[Any]) -> None:
+            nonlocal most
+            await work
+            most = max(most, registry.stats["processes"])
+
+        tools = registry._tool_pool
+        calls = [
+            tools.call(foreign.sleep, (0.05,), owner=Owner(session, batch, str(i)))
+            for session in "abcdef"
+            for batch in "xy"
+            for i in range(2)
+        ]
+        played = [play(guard(registry, "Odd"), about()) for _ in range(12)]
+        await asyncio.gather(*map(watched, (*calls, *played)))
+        assert most == 4
+        assert registry.stats["calls_total"] == 24
+        assert registry.stats["no_process_total"] == registry.stats["calls_waiting"] == 0
 
     with_registry(main, processes=2)
 

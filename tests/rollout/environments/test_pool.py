@@ -186,6 +186,18 @@ def test_no_process_that_a_call_started_survives_it(kind: str, tmp_path: Path) -
     with_pool(main)
 
 
+def test_who_stops_the_process_that_watches_over_it_ends_all_the_same(tmp_path: Path) -> None:
+    async def main(pool: Pool) -> None:
+        note = tmp_path / "pid"
+        call = asyncio.ensure_future(pool.call(foreign.stop_parent, (str(note),)))
+        await soon(lambda: note.exists() and bool(note.read_text()))
+        (watching,) = pids_of(pool)
+        call.cancel()
+        await soon(lambda: not alive(int(note.read_text())) and not alive(watching))
+
+    with_pool(main)
+
+
 def start(folder: str, kind: str) -> int:
     return foreign.start_child(folder, session="session" in kind, ignore="ignores" in kind)
 
@@ -483,6 +495,25 @@ def test_children_are_found_with_and_without_the_kernels_lists() -> None:
         alive_child.kill()
         for child in (alive_child, dead_child):
             child.wait()
+
+
+def test_one_that_watches_and_was_stopped_ends_with_the_worker(tmp_path: Path) -> None:
+    code = (
+        "import asyncio, sys\n"
+        "from rollout.environments.pool import Pool\n"
+        "from tests.rollout.environments import foreign\n"
+        "asyncio.run(Pool(1).call(foreign.stop_parent, (sys.argv[1],)))"
+    )
+    note = tmp_path / "pid"
+    worker = subprocess.Popen([sys.executable, "-c", code, str(note)], cwd=ROOT)
+    try:
+        eventually(lambda: note.exists() and bool(note.read_text()), 30)
+        pid = int(note.read_text())
+        watching = parent_of(pid)
+    finally:
+        worker.kill()
+        worker.wait()
+    eventually(lambda: not alive(pid) and not alive(watching))
 
 
 def test_everything_ends_with_a_worker_that_is_killed(tmp_path: Path) -> None:
