@@ -14,6 +14,7 @@ import pytest
 
 from protocols.fields import STATUS_OF
 from rollout.chat.tokenizer import Tokenizer
+from rollout.environments.answer import Answer, End
 from rollout.generation.async_engine import AsyncEngine
 from rollout.trajectory.rollout import Rollout
 from tests import rigs
@@ -21,6 +22,7 @@ from tests.rollout.build import MODEL, group, run, spec
 from tests.rollout.chat import tiny
 from tests.rollout.chat.test_tokenizer import byte_level
 from tests.rollout.environments.adapters.play import play, text
+from tests.rollout.environments.build import TURN, context, guarded
 from tests.rollout.stub_engine import StubEngine, completed
 from tests.rollout.workers import WorkerProcess
 
@@ -86,6 +88,24 @@ def test_the_tool_whose_output_cannot_end_the_turn() -> None:
         "hello <|im_end|><|im_end|>"
     )
     assert (ids == end).sum() == 3
+
+
+def test_the_running_sum_goes_on_elsewhere() -> None:
+    async def main() -> None:
+        first, second = guarded(example("Running")), guarded(example("Running"))
+        await first.open(context, ())
+        assert first.resumable
+        await first.step(TURN, ())
+        kept = await first.kept(0, ())
+        assert not isinstance(kept, End)
+        assert await second.reopen(context, dict(kept[0] or {}), ()) is None
+        for guard in (first, second):
+            answer = await guard.step(TURN, ())
+            assert isinstance(answer, Answer)
+            assert answer.observation is not None
+            assert answer.observation.tolist() == [30 % 10]
+
+    run(main())
 
 
 @pytest.fixture(scope="module")
