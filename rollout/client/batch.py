@@ -64,8 +64,8 @@ class BatchView(ABC):
         return self._mailbox.kept
 
     @abstractmethod
-    def events(self) -> Iterator[Item] | AsyncIterator[Item]:
-        """Also yields each `TurnDone` of a trajectory in the environment "remote", to be answered by `continue_`."""
+    def events(self) -> Iterator[Trajectory | TurnDone] | AsyncIterator[Trajectory | TurnDone]:
+        """Trajectories as they end, and each `TurnDone` of a trajectory in the environment "remote", to be answered by `continue_`."""
 
     @abstractmethod
     def groups(self) -> Iterator[list[Trajectory]] | AsyncIterator[list[Trajectory]]:
@@ -165,7 +165,7 @@ class Batch(BatchView):
             yield item
             in_hand = (item,)
 
-    def events(self) -> Iterator[Item]:
+    def events(self) -> Iterator[Trajectory | TurnDone]:
         in_hand: tuple[Trajectory, ...] = ()
         while not isinstance(item := run(self._next(in_hand)), End):
             self._one_by_one = True
@@ -200,7 +200,7 @@ class AsyncBatch(BatchView):
             yield item
             in_hand = (item,)
 
-    async def events(self) -> AsyncIterator[Item]:
+    async def events(self) -> AsyncIterator[Trajectory | TurnDone]:
         in_hand: tuple[Trajectory, ...] = ()
         while not isinstance(item := await arun(self._next(in_hand)), End):
             self._one_by_one = True

@@ -46,7 +46,7 @@ class WorkCalls(Generic[B]):
         auto_ack: bool = True,
         timeout: float | None = None,
     ) -> Steps[B]:
-        """Hand groups over and return once the worker has accepted them all.
+        """Hand groups over and return, once the worker has accepted them all, a `Batch` (or `AsyncBatch`) to iterate.
 
         The client keeps them until their results are acknowledged, and submits what is open again when the worker
         has restarted. Raises the worker's refusal (nothing was started then), BadRequest for what exceeds the
