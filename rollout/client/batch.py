@@ -65,7 +65,8 @@ class BatchView(ABC):
 
     @abstractmethod
     def events(self) -> Iterator[Trajectory | TurnDone] | AsyncIterator[Trajectory | TurnDone]:
-        """Trajectories as they end, and each `TurnDone` of a trajectory in the environment "remote", to be answered by `continue_`."""
+        """Trajectories as they end, and each `TurnDone` of a trajectory in the environment "remote", to be answered by
+        `continue_`."""
 
     @abstractmethod
     def groups(self) -> Iterator[list[Trajectory]] | AsyncIterator[list[Trajectory]]:
