@@ -160,7 +160,7 @@ def test_a_template_that_does_not_end_between_turns_is_bounded_by_the_deadlines(
     assert (record.truncation.limit, record.truncation.value) == (limit, 0.2)
     assert record.reward == (0.5 if make is User else None)
     assert record.segments[0].loss_mask.sum() == record.segments[0].turns[0].length > 0
-    assert longest < 0.15, "the loop was held up"
+    assert longest < 1.0, "the loop was held up"
     eventually(lambda: not threads())
 
 
@@ -186,7 +186,7 @@ def test_others_are_served_meanwhile_and_a_process_is_not_lost() -> None:
             "max_tokens": 4,
             "on_length": "continue",
         }
-        slow = [client.group(environment=name, tool_deadline_s=1.0, n=3, **talk) for name in ("chatty", "apart")]
+        slow = [client.group(environment=name, tool_deadline_s=2.0, n=3, **talk) for name in ("chatty", "apart")]
         batch = client.submit(slow)
         with RolloutClient(thread.address) as other:
             waits = []
@@ -195,7 +195,10 @@ def test_others_are_served_meanwhile_and_a_process_is_not_lost() -> None:
                 assert only(other, messages=talk["messages"]).ok
                 waits.append(time.monotonic() - began)
         ended = list(batch)
+        environments = client.status().environments
+    assert environments["processes"] > 0
+    assert environments["process_deaths_total"] == 0
     assert [t.finish_reason for t in ended] == ["tool_deadline"] * 6
     assert all(len(t.turns) == 1 for t in ended)
-    assert max(waits) < 0.9
+    assert max(waits) < 1.8
     eventually(lambda: not threads())
