@@ -50,7 +50,10 @@ class ChatTemplate:
         if not isinstance(config, dict):
             raise ValueError(f"{path}: must hold an object")
         file = Path(checkpoint) / FILE
-        written = file.read_text() if file.is_file() else config.get("chat_template")
+        try:
+            written = file.read_text("utf-8") if file.is_file() else config.get("chat_template")
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from error
         if written is None:
             return None
         if isinstance(written, str):
@@ -95,7 +98,7 @@ class ChatTemplate:
         environment = _environment()
         try:
             return {name: environment.from_string(source) for name, source in self._source.items()}
-        except TemplateError as error:
+        except Exception as error:
             raise ChatError(f"the checkpoint's chat template does not compile: {error}") from error
 
 

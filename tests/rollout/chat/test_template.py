@@ -69,8 +69,19 @@ def test_a_broken_file_is_named(tmp_path: Path, config: str) -> None:
         ChatTemplate.load(tmp_path)
 
 
-def test_a_template_that_does_not_compile_costs_only_who_uses_it() -> None:
-    broken = ChatTemplate({"default": "{% for %}"})
+def test_a_file_that_is_no_utf_8_is_named(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_bytes("ä".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"chat_template\.jinja"):
+        ChatTemplate.load(tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes("ä".encode())
+    loaded = ChatTemplate.load(tmp_path)
+    assert loaded is not None
+    assert loaded.render([USER]) == "ä"
+
+
+@pytest.mark.parametrize("source", ["{% for %}", "{{ " + "(" * 9999 + "1" + ")" * 9999 + " }}"])
+def test_a_template_that_does_not_compile_costs_only_who_uses_it(source: str) -> None:
+    broken = ChatTemplate({"default": source})
     with pytest.raises(ChatError, match="does not compile"):
         broken.render([USER])
 
