@@ -35,9 +35,9 @@ class DecodeStep:
     scratch: DecodeScratch
 
     @classmethod
-    def of(cls, fixed: Mapping[str, Tensor], rows: int, scratch: DecodeScratch, shared: bool = True) -> DecodeStep:
-        """fixed: `CudaInput.fixed`. shared: may there be runs?"""
-        tiles, runs = capacity(rows), most_runs(rows) if shared else 0
+    def of(cls, fixed: Mapping[str, Tensor], rows: int, scratch: DecodeScratch) -> DecodeStep:
+        """fixed: `CudaInput.fixed`."""
+        tiles, runs = capacity(rows), most_runs(rows)
         return cls(
             rows,
             fixed["tile_owners"][:tiles],

@@ -42,10 +42,6 @@ class Tiles:
 SHARE_FROM = 16
 """Decode rows from which on shared prefixes are read once: below, the attention of a step is short anyway."""
 
-APART_FROM = 128
-"""Decode rows from which on a step without any shared prefix has a graph of its own, whose attention reads more at a
-time and knows nothing of runs."""
-
 
 def capacity(rows: int) -> int:
     """Tiles that a step of `rows` decode rows may be cut into: two waves at least, and two waves beyond one a row and

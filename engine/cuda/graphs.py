@@ -1,4 +1,4 @@
-"""CUDA graphs of decode steps: one or two a bucket of batch sizes, captured largest first into one memory pool.
+"""CUDA graphs of decode steps: one a bucket of batch sizes, captured largest first into one memory pool.
 
 A graph reads its input at fixed addresses, starts from `last_token[slot]` and ends at fp32 logits at a fixed address;
 the sampler runs after it, so that the filters of some rows neither slow the others nor double the captures.
@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from engine.attention.split import APART_FROM
 from engine.start.progress import CAPTURING, Progress
 
 
@@ -31,36 +30,31 @@ def bucket_for(rows: int, sizes: Sequence[int]) -> int | None:
 
 
 class DecodeGraphs:
-    """Graphs by bucket, and from APART_FROM rows on by whether any rows share a prefix.
+    """Graphs by bucket. step: runs a decode step of so many rows on the current stream and returns its logits."""
 
-    step: runs a decode step of so many rows, of which some may share a prefix or none does, on the current stream, and
-        returns its logits.
-    """
-
-    def __init__(self, sizes: Sequence[int], step: Callable[[int, bool], Tensor], progress: Progress) -> None:
+    def __init__(self, sizes: Sequence[int], step: Callable[[int], Tensor], progress: Progress) -> None:
         self._sizes = sorted(sizes)
-        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._capture(step, progress)
 
     def bucket(self, rows: int) -> int | None:
         """The smallest bucket that holds `rows`; None when none does."""
         return bucket_for(rows, self._sizes)
 
-    def replay(self, bucket: int, shared: bool) -> Tensor:
+    def replay(self, bucket: int) -> Tensor:
         """Run the step; logits fp32[bucket, vocab], the same memory every time."""
-        graph, logits = self._graphs[bucket, shared or bucket < APART_FROM]
+        graph, logits = self._graphs[bucket]
         graph.replay()
         return logits
 
-    def _capture(self, step: Callable[[int, bool], Tensor], progress: Progress) -> None:
+    def _capture(self, step: Callable[[int], Tensor], progress: Progress) -> None:
         pool = None
-        kinds = [(size, True) for size in self._sizes] + [(size, False) for size in self._sizes if size >= APART_FROM]
-        for done, (size, shared) in enumerate(sorted(kinds, reverse=True), start=1):
-            step(size, shared)  # compiles what is not compiled, and lets cuBLAS choose
+        for done, size in enumerate(reversed(self._sizes), start=1):
+            step(size)  # compiles what is not compiled, and lets cuBLAS choose
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                logits = step(size, shared)
+                logits = step(size)
             pool = pool or graph.pool()
-            self._graphs[size, shared] = graph, logits
-            progress(CAPTURING, done, len(kinds))
+            self._graphs[size] = graph, logits
+            progress(CAPTURING, done, len(self._sizes))

@@ -9,7 +9,6 @@ fed was waited for.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -51,27 +50,19 @@ _ALIGNMENT = 16
 _NOTHING_SHARED = (np.empty(0, np.int32), no_runs(0))
 
 
-class Reading(NamedTuple):
-    """How attention reads the KV of a step's decode rows. split: some rows are cut into parts. shared: some rows have a
-    prefix that is read once for all of them."""
-
-    split: bool
-    shared: bool
-
-
 @dataclass(frozen=True, slots=True)
 class Tokens:
     """Of an eager step with T tokens and S sampling rows, on the device, behind its block ids.
 
     token_ids: int64[T - num_decode], of the prefill rows. positions, write_slots: int64[T].
-    sample_tokens: int64[S], places among the T tokens.
+    sample_tokens: int64[S], places among the T tokens. split: attention cut decode rows into parts.
     """
 
     token_ids: Tensor
     positions: Tensor
     write_slots: Tensor
     sample_tokens: Tensor
-    reading: Reading
+    split: bool
 
 
 class CudaInput:
@@ -114,8 +105,11 @@ class CudaInput:
         self._device.zero_()
         self._sharing = _NOTHING_SHARED
 
-    def pack_decode(self, ring: int, plan: StepPlan, law: StepLaw, rows: int) -> Reading:
-        """A step of decode rows only, padded to `rows`: padding rows use the padding slot and the dummy block."""
+    def pack_decode(self, ring: int, plan: StepPlan, law: StepLaw, rows: int) -> bool:
+        """A step of decode rows only, padded to `rows`: padding rows use the padding slot and the dummy block.
+
+        Does attention cut rows into parts?
+        """
         host = self._host_views[ring]
         used = plan.num_rows
         blocks = plan.block_ids[plan.block_indptr[:-1] + plan.context_lens // BLOCK_SIZE].astype(np.int64)
@@ -123,15 +117,15 @@ class CudaInput:
         host["write_slots"][:used] = blocks * BLOCK_SIZE + plan.context_lens % BLOCK_SIZE
         for name, padding in (("slots", self.padding_slot), ("positions", 0), ("write_slots", 0)):
             host[name][used:rows] = padding
-        reading = self._pack_rows(host, plan, law, rows)
+        split = self._pack_rows(host, plan, law, rows)
         self._copy(ring, self._blocks_start + plan.block_ids.nbytes)
-        return reading
+        return split
 
     def pack_eager(self, ring: int, plan: StepPlan, law: StepLaw) -> Tokens:
         """Any step, unpadded."""
         host = self._host_views[ring]
         begins, positions, write_slots = token_places(plan)
-        reading = self._pack_rows(host, plan, law, plan.num_decode)
+        split = self._pack_rows(host, plan, law, plan.num_decode)
         arrays = (plan.token_ids, positions, write_slots, (begins + plan.query_lens)[plan.samples] - 1)
         raw, end = self._hosts[ring].numpy(), _aligned(self._blocks_start + plan.block_ids.nbytes)
         views = []
@@ -142,26 +136,26 @@ class CudaInput:
             end = _aligned(stop)
         self._copy(ring, end)
         token_ids, on_positions, on_write_slots, sample_tokens = views
-        return Tokens(token_ids, on_positions, on_write_slots, sample_tokens, reading)
+        return Tokens(token_ids, on_positions, on_write_slots, sample_tokens, split)
 
     def _pack_rows(
         self, host: dict[str, npt.NDArray[np.generic]], plan: StepPlan, law: StepLaw, decode_rows: int
-    ) -> Reading:
+    ) -> bool:
         used, decodes = plan.num_rows, plan.num_decode
         host["slots"][:used] = plan.slots
         host["block_indptr"][: used + 1] = plan.block_indptr
         host["block_indptr"][used + 1 : decode_rows + 1] = plan.block_indptr[-1]
         host["block_ids"][: len(plan.block_ids)] = plan.block_ids
-        reading = self._pack_tiles(host, plan, decode_rows) if decodes else Reading(split=False, shared=False)
+        split = self._pack_tiles(host, plan, decode_rows) if decodes else False
         sampling = plan.slots[plan.samples]
         host["sample_slots"][: len(sampling)] = sampling
         host["keys"][: 5 * len(sampling)] = law.keys.reshape(-1)
         for name in ("temperature", "greedy", "top_k", "top_p", "min_p"):
             host[name][: len(sampling)] = getattr(law, name)
-        return reading
+        return split
 
-    def _pack_tiles(self, host: dict[str, npt.NDArray[np.generic]], plan: StepPlan, rows: int) -> Reading:
-        """rows: of the step, padding included; its runs own tiles as rows beyond that."""
+    def _pack_tiles(self, host: dict[str, npt.NDArray[np.generic]], plan: StepPlan, rows: int) -> bool:
+        """rows: of the step, padding included; its runs own tiles as rows beyond that. Is any row cut?"""
         decodes = plan.num_decode
         runs = self._runs(plan, most_runs(rows))
         before = runs.before(decodes)
@@ -175,7 +169,7 @@ class CudaInput:
             host[name][rows : rows + len(runs.lengths)] = array[decodes:]
         host["seats"][:decodes] = runs.seats
         host["members"][: runs.members.size] = runs.members.reshape(-1)
-        return Reading(split=bool(tiles.counts.max() > 1), shared=len(runs.lengths) > 0)
+        return bool(tiles.counts.max() > 1)
 
     def _runs(self, plan: StepPlan, most: int) -> Runs:
         """Blocks are only ever appended to running rows, so the same rows as in the step before share the same."""

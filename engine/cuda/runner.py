@@ -129,16 +129,15 @@ class CudaRunner:
         """Logits fp32[S, vocab] of the sampling rows, and the prompt logprobs of the scored ones."""
         bucket = self.graphs.bucket(plan.num_rows) if plan.num_decode == plan.num_rows else None
         if bucket is not None:
-            reading = self._input.pack_decode(ring, plan, law, bucket)
-            logits = self.graphs.replay(bucket, reading.shared)
-            return logits[: plan.num_rows], (), Path(bucket, reading.split)
+            split = self._input.pack_decode(ring, plan, law, bucket)
+            return self.graphs.replay(bucket)[: plan.num_rows], (), Path(bucket, split)
         return self._eager(ring, plan, law)
 
-    def _decode(self, rows: int, shared: bool) -> Tensor:
+    def _decode(self, rows: int) -> Tensor:
         """A decode step of `rows` rows over the fixed input arrays: what a graph captures."""
         fixed = self._input.fixed
         ids = self._last_token.index_select(0, fixed["slots"][:rows])
-        attention = DecodeStep.of(fixed, rows, self._scratch, shared)
+        attention = DecodeStep.of(fixed, rows, self._scratch)
         residual = forward(self.model, ids, fixed["positions"][:rows], fixed["write_slots"][:rows], attention, self.kv)
         return head(self.model, residual, out=self._logits[:rows])
 
@@ -157,7 +156,7 @@ class CudaRunner:
         attention = MixedStep(decode, prefill)
         residual = forward(self.model, ids, tokens.positions, tokens.write_slots, attention, self.kv)
         scores = tuple(score_prompt(self.model, self._sampler, score, residual) for score in prompt_scores(plan))
-        path = Path(None, tokens.reading.split)
+        path = Path(None, tokens.split)
         if not len(tokens.sample_tokens):
             return residual.new_empty(0, self.vocab_size, dtype=torch.float32), scores, path
         return head(self.model, residual, tokens.sample_tokens), scores, path

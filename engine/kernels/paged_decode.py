@@ -17,22 +17,16 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.attention.shared import MEMBERS
-from engine.attention.split import APART_FROM, most_runs
+from engine.attention.split import most_runs
 from engine.kernels.decode_merge import arrive, leave, merge
 from engine.kernels.overlap import between_linears
 
-WARPS = 4
-"""Of a program."""
+TOKENS, WARPS = 64, 4
+"""KV tokens read at a time, and warps of a program."""
 
-TOKENS, STAGES = 64, 3
-"""KV tokens read at a time, and reads in flight."""
-
-STAGES_WITH_RUNS = 2
-"""A third read would take the registers of one of four programs on each multiprocessor."""
-
-TOKENS_OF_MANY, STAGES_OF_MANY = 128, 1
-"""Of many rows that share nothing: a multiprocessor's programs hide each other's waiting, and longer reads cost less
-beside them."""
+STAGES, STAGES_WITH_RUNS = 3, 2
+"""Reads in flight. With runs a program needs more registers; a third read would cost one of four programs on each
+multiprocessor."""
 
 MERGE = 8
 """Partial results put together at a time."""
@@ -80,12 +74,6 @@ def paged_decode(
     group = heads // kv_heads
     head_rows = triton.next_power_of_2(group)
     overlap = between_linears(len(q), q.device)
-    if len(members):
-        tokens, stages = TOKENS, STAGES_WITH_RUNS
-    elif len(q) >= APART_FROM:
-        tokens, stages = TOKENS_OF_MANY, STAGES_OF_MANY
-    else:
-        tokens, stages = TOKENS, STAGES
     decode_kernel[(kv_heads, len(tile_owners))](
         q,
         keys,
@@ -113,12 +101,12 @@ def paged_decode(
         RUN_ROWS=max(16, MEMBERS * head_rows),
         DIM=dim,
         PAGE=block,
-        TOKENS=tokens,
+        TOKENS=TOKENS,
         MERGE=MERGE,
         MEMBERS=MEMBERS if len(members) else 1,
         OVERLAP=overlap,
         num_warps=WARPS,
-        num_stages=stages,
+        num_stages=STAGES_WITH_RUNS if len(members) else STAGES,
         **({"launch_pdl": True} if overlap else {}),
     )
 

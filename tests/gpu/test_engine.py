@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from engine.attention.shared import Runs, no_runs
-from engine.attention.split import APART_FROM
 from engine.config import EngineConfig
 from engine.cuda.input import CudaInput
 from engine.request import Completion, Request, SamplingParams
@@ -222,23 +221,3 @@ def test_rows_that_read_their_prompt_together_are_near_rows_that_read_it_alone(
         distances.append(np.abs(logprobs(completion)[:same] - logprobs(apart[name])[:same]).mean())
     print(f"together and apart: {np.mean(distances):.4f}, transformers bf16 to float32: {noise:.4f}")
     assert np.mean(distances) <= 1.25 * noise / 2
-
-
-def test_many_rows_with_and_without_a_shared_prefix_say_what_each_says_alone(qwen3: Path) -> None:
-    """From APART_FROM rows on there are two graphs a bucket: both are gone through, and change places as rows end."""
-    rows = APART_FROM + 4
-    loaded = load(qwen3, max_running=rows, max_step_tokens=8192)
-    alone = load(qwen3, max_running=1)
-    prompts = [ids(i // 8 if i < 32 else 100 + i, 80) for i in range(rows)]
-    for sharing in (True, False):
-        chosen = prompts if sharing else [ids(1000 + i, 80) for i in range(rows)]
-        # The first of a prompt publishes its blocks, the others find them.
-        requests = [ask(f"{sharing}.{i}", prompt, 24 if i % 3 else 40) for i, prompt in enumerate(chosen)]
-        if sharing:
-            serve(loaded, *requests[:32:8])
-        done = serve(loaded, *(r for i, r in enumerate(requests) if not sharing or i % 8 or i >= 32))
-        for name in list(done)[:6] + list(done)[-6:]:
-            number = int(name.split(".")[1])
-            whole = np.concatenate((chosen[number], done[name].token_ids))
-            expected = score(alone, whole)[len(chosen[number]) - 1 :]
-            assert np.abs(logprobs(done[name]) - expected).mean() < 0.02

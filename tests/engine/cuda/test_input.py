@@ -79,7 +79,7 @@ def test_siblings_own_what_is_theirs_and_a_run_what_they_share() -> None:
     shared = [1, 2, 3, 4, 5]
     rows = [Row(i, 5 * 16 + i, [*shared, 10 + 2 * i, 11 + 2 * i][: 6 + (i > 15)]) for i in range(17)]
     step = plan(*rows)
-    assert buffers.pack_decode(0, step, law(17), 20).shared
+    buffers.pack_decode(0, step, law(17), 20)
     fixed, tiles = buffers.fixed, capacity(20)
     owners = fixed["tile_owners"][:tiles].long()
     lengths = (fixed["tile_stops"] - fixed["tile_starts"])[:tiles].long()
@@ -87,11 +87,3 @@ def test_siblings_own_what_is_theirs_and_a_run_what_they_share() -> None:
     assert read[:17].tolist() == [*range(1, 17), 97]
     assert read[17:20].tolist() == [0, 0, 0]
     assert read[20:].tolist() == [80, 80, 0, 0]  # 17 rows are two runs of eight and one row that reads all by itself
-
-
-def test_rows_that_share_nothing_say_so() -> None:
-    buffers = CudaInput(24, 64, 24 * 8, 2, Memory(CPU))
-    rows = [Row(i, 5 * 16, [1 + 6 * i + block for block in range(6)]) for i in range(17)]
-    reading = buffers.pack_decode(0, plan(*rows), law(17), 20)
-    assert not reading.shared
-    assert (buffers.fixed["seats"][:17] == -1).all()

@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from engine.attention.shared import find_runs, no_runs
-from engine.attention.split import APART_FROM, cut
-from engine.kernels import paged_decode as kernel
+from engine.attention.split import cut
 from engine.kernels.paged_decode import DecodeScratch, paged_decode
 
 POISON = float("nan")
@@ -28,30 +27,11 @@ def reference(
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (9, 3, 64)])
-@pytest.mark.parametrize(
-    ("lengths", "many"),
-    [
-        ([1], False),
-        ([500], False),
-        ([16, 17, 15, 64, 65], False),
-        ([30, 900, 1, 128], False),
-        ([30, 300, 1, 128], True),
-    ],
-)
+@pytest.mark.parametrize("lengths", [[1], [500], [16, 17, 15, 64, 65], [30, 900, 1, 128]])
 @pytest.mark.parametrize("spare", [0, 9])
 def test_equals_softmax_attention(
-    monkeypatch: pytest.MonkeyPatch,
-    device: torch.device,
-    dtype: torch.dtype,
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    lengths: list[int],
-    many: bool,
-    spare: int,
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, lengths: list[int], spare: int
 ) -> None:
-    """many: as from APART_FROM rows on."""
-    monkeypatch.setattr(kernel, "APART_FROM", 1 if many else APART_FROM)
     generator = torch.Generator().manual_seed(sum(lengths))
     held = [-(-length // 16) for length in lengths]
     blocks = sum(held) + 3
