@@ -11,6 +11,7 @@ from typing import Any
 
 import docstring_parser
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic.errors import PydanticUserError
 from pydantic.json_schema import GenerateJsonSchema
 
 MAX_NAMED = 3
@@ -34,10 +35,13 @@ class Tool:
     def of(cls, function: Callable[..., Any]) -> Tool:
         """Of a function (`def` or `async def`), by its type hints and docstring.
 
-        Raises ValueError, naming the parameter, where it takes what cannot be named in JSON.
+        Raises ValueError, naming the function, where it takes what JSON cannot hold, or not by name.
         """
         doc = docstring_parser.parse(inspect.getdoc(function) or "")
-        parameters = _model(function).model_json_schema(schema_generator=_Untitled)
+        try:
+            parameters = _model(function).model_json_schema(schema_generator=_Untitled)
+        except (PydanticUserError, NameError, TypeError) as error:
+            raise ValueError(f"{_name(function)}: {str(error).partition(chr(10))[0]}") from error
         # Forbidden anyway, and so not worth the model's attention.
         shown = {key: value for key, value in parameters.items() if key not in ("title", "additionalProperties")}
         text = "\n\n".join(part for part in (doc.short_description, doc.long_description) if part)
@@ -69,10 +73,7 @@ def _model(function: Callable[..., Any]) -> type[BaseModel]:
     """The parameters as a model. Its own field names are made up: a parameter may be called `schema` or `_x`."""
     doc = docstring_parser.parse(inspect.getdoc(function) or "")
     described = {entry.arg_name: entry.description for entry in doc.params}
-    try:
-        hints = typing.get_type_hints(function, include_extras=True)
-    except NameError as error:
-        raise ValueError(f"{_name(function)}: {error}") from error
+    hints = typing.get_type_hints(function, include_extras=True)
     fields: dict[str, Any] = {}
     for i, (name, parameter) in enumerate(inspect.signature(function).parameters.items()):
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):

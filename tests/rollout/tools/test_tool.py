@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import pytest
 from pydantic import Field
 
@@ -113,3 +115,22 @@ def test_a_hint_that_does_not_exist_is_refused() -> None:
 
     with pytest.raises(ValueError, match="Nowhere"):
         Tool.of(lost)
+
+
+class Opaque:
+    def __call__(self, a: int) -> int:
+        return a
+
+
+def test_what_json_cannot_hold_is_refused_by_the_name_of_the_function() -> None:
+    def arrays(a: np.ndarray) -> None: ...
+
+    def calls(a: Callable[[], int]) -> None: ...
+
+    def mine(a: Opaque) -> None: ...
+
+    for function, said in ((arrays, "ndarray"), (calls, "Callable"), (mine, "Opaque")):
+        with pytest.raises(ValueError, match=f"^{function.__name__}: .*{said}"):
+            Tool.of(function)
+    with pytest.raises(ValueError, match="^Opaque: .*is not a module, class, method, or function"):
+        Tool.of(Opaque())
