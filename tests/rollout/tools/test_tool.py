@@ -132,5 +132,5 @@ def test_what_json_cannot_hold_is_refused_by_the_name_of_the_function() -> None:
     for function, said in ((arrays, "ndarray"), (calls, "Callable"), (mine, "Opaque")):
         with pytest.raises(ValueError, match=f"^{function.__name__}: .*{said}"):
             Tool.of(function)
-    with pytest.raises(ValueError, match="^Opaque: .*is not a module, class, method, or function"):
+    with pytest.raises(ValueError, match=r"^Opaque: .*is not a module, class, method, or function"):
         Tool.of(Opaque())
