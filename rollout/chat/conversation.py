@@ -77,17 +77,18 @@ class Conversation:
         Without messages the trajectory is done. The deadlines of the answer that this is part of hold for the
         template too, which is rendered beside the event loop.
         Raises ChatError where the template does not take these messages, cannot append them, or does not come to an
-        end.
+        end; then nothing was said.
         """
         new = checked_messages(messages)
-        self.messages.append({"role": "assistant", "content": self.text(turn)})
+        said = {"role": "assistant", "content": self.text(turn)}
         if not new:
+            self.messages.append(said)
             return Step(done=True, reward=reward, called=called)
         try:
-            branch, glue, suffix = await self.form.chat.aside.run(self._after, turn, new)
+            branch, glue, suffix = await self.form.chat.aside.run(self._after, turn, [*self.messages, said], new)
         except TimeoutError:
             raise ChatError(f"the chat template did not come to an end within {RENDER_S:g} s") from None
-        self.messages += new
+        self.messages += (said, *new)
         return Step(
             branch=branch,
             glue=glue,
@@ -98,8 +99,10 @@ class Conversation:
             called=called,
         )
 
-    def _after(self, turn: TurnResult, new: Sequence[Message]) -> tuple[IntArray | None, IntArray, Suffix]:
-        """Ids of the branch, if one is needed, the glue, and the rest."""
+    def _after(
+        self, turn: TurnResult, past: Sequence[Message], new: Sequence[Message]
+    ) -> tuple[IntArray | None, IntArray, Suffix]:
+        """Ids of the branch, if one is needed, the glue, and the rest. past: with what the turn said."""
         if self._template.on_user_turn == "keep" or all(message["role"] != "user" for message in new):
             try:
                 suffix = self.form.suffix(new)
@@ -108,12 +111,12 @@ class Conversation:
                     raise
             else:
                 return None, suffix.after(turn.token_ids), suffix
-        past, suffix = self.form.rendered_anew(self.messages, new)
+        anew, suffix = self.form.rendered_anew(past, new)
         held = np.concatenate([turn.before, turn.token_ids])
         for same in (held, np.concatenate([held, suffix.closing])):
-            if np.array_equal(past, same) and len(suffix.glue):
+            if np.array_equal(anew, same) and len(suffix.glue):
                 return None, suffix.after(turn.token_ids), suffix
-        return past, suffix.glue, suffix
+        return anew, suffix.glue, suffix
 
 
 class _Sent(Conversation):

@@ -161,6 +161,16 @@ def test_wrong_messages_change_nothing() -> None:
     assert talk.messages == [USER]
 
 
+def test_what_cannot_be_appended_was_not_said() -> None:
+    """An environment may try with something else."""
+    talk = conversation(COUNTING)
+    with pytest.raises(ChatError):
+        talk.then(said("x"), MORE)
+    assert talk.messages == [USER]
+    assert talk.then(said("x")).done
+    assert talk.messages == [USER, {"role": "assistant", "content": "x"}]
+
+
 def test_what_is_before_a_turn_says_whether_the_template_rewrote_it() -> None:
     """An environment may have put ids of its own there."""
     talk = conversation(on_user_turn="drop")
