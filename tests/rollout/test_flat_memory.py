@@ -25,7 +25,12 @@ from protocols.fields import Record
 from rollout.chat.aside import Aside
 from rollout.client import RolloutClient
 from rollout.environments.calls import Call, Raised
+from rollout.metrics.gauges import Gauges
+from rollout.metrics.health import Health
 from rollout.metrics.observer import Observer, Round
+from rollout.metrics.places import Places
+from rollout.metrics.prometheus import Latest
+from rollout.metrics.watch import Metrics
 from rollout.service.service import Timeouts
 from tests.rigs import RandModel, write_rand
 from tests.rollout.nonsense import talk_nonsense
@@ -109,7 +114,10 @@ def test_a_round_leaves_nothing_to_the_collector_at_either_end() -> None:
 def test_nonsense_leaves_nothing(tmp_path: Path) -> None:
     """Over hundreds of connections: nothing to the collector, and nothing that lives on."""
     timeouts = Timeouts(client=0.2, drain=1.0, ack=1.0)
-    with real_worker(write_rand(tmp_path / "checkpoint", RandModel()), timeouts=timeouts) as served:
+    places = Places(Health(), Latest(dict), rows=())
+    metrics = Metrics(places, Gauges((), 0), interval=1.0)
+    checkpoint = write_rand(tmp_path / "checkpoint", RandModel())
+    with real_worker(checkpoint, timeouts=timeouts, observer=metrics) as served:
         lives: list[Counter[str]] = []
         for _ in range(2):  # what is made once is made in the first
             rounds = itertools.count()
