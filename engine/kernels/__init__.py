@@ -1,4 +1,4 @@
-"""Triton, one task a file, each with a torch twin.
+"""Triton, and CUDA C++ where that cannot say it; one task a file, each with a torch twin.
 
 qk_norm_rope_write  norm of q and k, rotary turn, write to the cache
 paged_decode        decode attention
@@ -6,6 +6,8 @@ decode_merge        its parts put together
 norm                RMS norm, with the residual or without
 scale               its first half
 silu_mul            the activation
+gate_up             gate and up over 17 to 256 rows, in gate_up.cu
+cuda_source         compiled and launched
 skinny_linear       linears over few rows
 skinny_vector       one row
 skinny_dot          two rows and more
