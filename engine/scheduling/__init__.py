@@ -8,5 +8,5 @@ scheduler    decode first, then prompts, in one budget of tokens
 scheduled    its choice as a plan for the device
 results      what a step gave each request
 stop         where a request ends
-phases       where the time of a step goes
+phases       where the time of a request went
 """

@@ -23,27 +23,17 @@ AWAY_SHARE = 2
 class KvHold:
     """The KV of one trajectory between turns.
 
-    turn: the one that has ended. own: how many of `blocks` nobody else held then. returned: the next one waits.
+    order: start of its trajectory. wait: how long it was expected to stay away. turn: the one that has ended. own: how
+    many of `blocks` nobody else held then. returned: the next turn has come and waits.
     """
 
+    key: str
+    order: int
+    wait: float
     turn: Sequence
     blocks: list[int]
     own: int
     returned: bool = False
-
-    @property
-    def key(self) -> str:
-        return self.turn.request.trajectory
-
-    @property
-    def order(self) -> int:
-        """Start of its trajectory."""
-        return self.turn.request.order
-
-    @property
-    def wait(self) -> float:
-        """Seconds that it was expected to stay away."""
-        return self.turn.request.expected_wait
 
     @property
     def away(self) -> bool:
@@ -70,8 +60,9 @@ class KvHolds:
         """The turn `sequence` ends, its blocks not yet released; `blocks` are what the next one can hit."""
         own = int(np.count_nonzero(self._pool.references(blocks) <= 1))
         self._pool.acquire(blocks)
-        self.end(sequence.request.trajectory)
-        self._by_key[sequence.request.trajectory] = KvHold(sequence, blocks, own)
+        request, key = sequence.request, sequence.request.trajectory
+        self.end(key)
+        self._by_key[key] = KvHold(key, request.order, request.expected_wait, sequence, blocks, own)
 
     def end(self, key: str) -> None:
         """The next turn has its blocks, or there will be none."""

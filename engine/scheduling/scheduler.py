@@ -165,8 +165,8 @@ class Scheduler:
         if lacking <= sum(len(blocks) for _, blocks in self._deferred):
             return False
         victims = self.holds.victims_of(sequence, idle=running == 0)
-        if sum(hold.own for hold in victims) < lacking:
-            victims = victims if running == 0 else []
+        if running and sum(hold.own for hold in victims) < lacking:
+            return False
         for hold in victims:
             self.holds.drop(hold)
             if fresh + running + pool.num_unheld(hits) <= pool.num_free:
