@@ -21,6 +21,10 @@ class ProcessDied(SpeaksForItself):
         self.how = how
 
 
+class NotImported(SpeaksForItself):
+    """What was to run in a process cannot be imported there, though it can here: no fault of the call."""
+
+
 class NoProcess(SpeaksForItself):
     """There was no process, or thread, to run foreign code in: for too long all were busy, or the system gave none.
 

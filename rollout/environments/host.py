@@ -127,6 +127,10 @@ def _standard_streams() -> bool:
         return False
 
 
+def imported(_: Any) -> None:
+    """What came as an argument came by its name, so its module is there now."""
+
+
 def report(error: BaseException) -> bytes:
     """What the worker learns of an error, as UTF-8: its description, a zero, its traceback. Each is bounded."""
     return b"\0".join(text[:MAX_TEXT].encode(errors="replace") for text in (describe(error), details(error)))

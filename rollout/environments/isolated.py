@@ -63,7 +63,7 @@ class Isolated:
         """A process for one environment, started and with its module imported; what is returned has to be called."""
         process = await self.pool.lease(WAIT_S)
         try:
-            await process.run(_imported, (self.factory,))
+            await process.imports(self.factory)
         except BaseException:
             self.pool.release(process)
             raise
@@ -185,10 +185,6 @@ async def _cannot_ask(_: TurnResult) -> Continue:
 
 
 # Over there.
-
-
-def _imported(_: EnvironmentFactory) -> None:
-    """The factory came by its name, so its module is there now."""
 
 
 @dataclass(slots=True)

@@ -69,20 +69,24 @@ class Pool:
         *,
         owner: Owner = NOBODY,
         wait: float | None = None,
+        imports: Callable[..., Any] | None = None,
     ) -> Any:
         """`function(*args)` in a process where nothing else runs meanwhile; what it leaves running there is killed.
 
         function: one that can be imported by its name; a coroutine function too. args, and what it returns: plain
         values (numbers, text, bytes, collections, arrays, classes of ours), the latter of at most MAX_RESULT bytes.
-        deadline: seconds from its start. wait: seconds until then, for a process to be free and up.
-        Raises NoProcess after `wait`, TimeoutError after `deadline`, Reported (what it raised, or why it returned
-        nothing usable) and ProcessDied.
+        deadline: seconds from its start. wait: seconds until then, for a process to be free and up. imports: has to be
+        imported there before it starts.
+        Raises NoProcess after `wait`, NotImported, TimeoutError after `deadline`, Reported (what it raised, or why it
+        returned nothing usable) and ProcessDied.
         """
         place = self._line.join(owner)
         try:
             self._serve()
             async with self._within(wait):
                 process = await place.got
+                if imports is not None:
+                    await process.imports(imports)
             self._calls += 1
             self._waited_s += time.monotonic() - place.since
             async with asyncio.timeout(deadline):

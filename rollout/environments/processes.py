@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
-from rollout.environments.errors import ProcessDied, Reported
+from rollout.environments.errors import NotImported, ProcessDied, Reported
 from rollout.environments.frames import MAX_RESULT, MAX_TEXT, NotPlain, frame, plain, read_frame
-from rollout.environments.host import READY, REPLY, Forget, Interrupt, Message, Run
+from rollout.environments.host import READY, REPLY, Forget, Interrupt, Message, Run, imported
 from rollout.environments.nursery import Nursery
 from rollout.environments.output import Output
 from rollout.environments.warden import CODE, PID
@@ -52,6 +52,7 @@ class Process:
         self.died: asyncio.Future[str] = loop.create_future()
         self._calls = {READY: self.up}
         self._numbers = itertools.count(READY + 1)
+        self._imported: set[int] = set()
         self._lifeline, theirs = socket.socketpair()
         self._connection, connection = socket.socketpair()
         output, their_output = os.pipe()
@@ -110,6 +111,19 @@ class Process:
             answer.exception()  # nobody else will look at it
             raise
         return plain_or_reported(answer.result())
+
+    async def imports(self, function: Callable[..., Any]) -> None:
+        """Until the module of `function` is there: that takes as long as it takes, and is no part of a call.
+
+        Raises NotImported, ProcessDied.
+        """
+        if id(function) in self._imported:
+            return
+        try:
+            await self.run(imported, (function,))
+        except Reported as error:
+            raise NotImported(f"it cannot be imported in a process: {error}") from error
+        self._imported.add(id(function))
 
     def next_kept(self) -> int:
         """A number under which nothing is kept yet."""

@@ -14,6 +14,7 @@ from protocols import fields
 from protocols.errors import BadRequest
 from rollout.environments.base import Environment, EnvironmentFactory
 from rollout.environments.checks import BadAnswer, check_class
+from rollout.environments.errors import describe
 from rollout.environments.isolated import Isolated
 from rollout.environments.pool import NOBODY, Owner, Pool
 from rollout.environments.remote import Remote
@@ -156,8 +157,10 @@ class Registry:
     def _import(self, entry: EntryPoint) -> EnvironmentFactory:
         try:
             factory = self._placed(entry.name, entry.load())
-        except Exception as error:
-            raise BadRequest(f"{entry.name!r} cannot be imported: {error!r}", field="environment.name") from error
+        except (Exception, SystemExit) as error:
+            raise BadRequest(
+                f"{entry.name!r} cannot be imported: {describe(error)}", field="environment.name"
+            ) from error
         self._plugins[entry.name] = factory
         return factory
 
@@ -182,14 +185,14 @@ def _load(spec: str) -> tuple[str, EnvironmentFactory]:
         found: Any = importlib.import_module(module)
         for part in attribute.split("."):
             found = getattr(found, part)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name in (module, module.split(".")[0])
         advice = "; it must be installed, in the working directory or on PYTHONPATH" if missing else ""
         if module.endswith(".py"):
             advice = (
                 f"; a module is named without .py: {name}={module.removesuffix('.py').replace('/', '.')}:{attribute}"
             )
-        raise ValueError(f"--env {spec}: {error}{advice}") from error
+        raise ValueError(f"--env {spec}: {describe(error)}{advice}") from error
     if not callable(found):
         raise ValueError(f"--env {spec}: {attribute} is not callable")
     # Whatever else is callable says only when it is called what it makes.

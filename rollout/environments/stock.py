@@ -17,7 +17,7 @@ from rollout.environments.processes import Process
 
 log = logging.getLogger(__name__)
 
-IDLE_S: Final = 60.0
+IDLE_S: Final = 300.0
 """How long a process that nobody uses waits for its next user."""
 RETRY_S: Final = 1.0
 """After a start that was refused, until the next."""

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from rollout.environments.base import Context
+from rollout.environments.errors import describe
 from rollout.tools.environment import ToolEnvironment
 from rollout.tools.tool import Tool
 
@@ -54,10 +55,10 @@ def environment_of(modules: Sequence[str]) -> type[ToolEnvironment]:
 def _imported(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name in (name, name.split(".")[0])
         advice = "; it must be installed, in the working directory or on PYTHONPATH" if missing else ""
-        raise ValueError(f"--tools {name}: {error}{advice}") from error
+        raise ValueError(f"--tools {name}: {describe(error)}{advice}") from error
 
 
 def _functions(module: ModuleType) -> list[Callable[..., Any]]:

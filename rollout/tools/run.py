@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from rollout.environments.calls import Call as Started
 from rollout.environments.calls import Raised
-from rollout.environments.errors import NoProcess, ProcessDied, Reported, describe
+from rollout.environments.errors import NoProcess, NotImported, ProcessDied, Reported, describe
 from rollout.environments.pool import NOBODY, Owner, Pool
 from rollout.tools.parse import BadCall, Call
 from rollout.tools.results import LIMIT, as_text
@@ -59,7 +59,7 @@ class Runner:
     wait_s: float = WAIT_S
 
     async def run(self, calls: Sequence[Call | BadCall]) -> list[Result]:
-        """All at once. Raises NoProcess, and gives the other calls up: it is no result that the model should see."""
+        """All at once. Raises NoProcess and NotImported, and gives the other calls up: no model should see of those."""
         tasks = [asyncio.ensure_future(self._one(call, i)) for i, call in enumerate(calls)]
         try:
             return list(await asyncio.gather(*tasks))
@@ -82,7 +82,7 @@ class Runner:
             return self._failed(call.name, f"bad arguments: {error}", "bad_arguments")
         except TimeoutError:
             return self._failed(call.name, f"timeout: no result within {self.deadline_s:g} s", "timeout")
-        except NoProcess:
+        except (NoProcess, NotImported):
             raise
         except ProcessDied as error:  # which process it was is nothing to learn from
             return self._failed(call.name, f"the tool did not return: {error.how}", "raised")
@@ -92,7 +92,9 @@ class Runner:
     async def _text(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
         if self.pool is not None and _has_address(function):
             args = (function, dict(arguments), self.limit)
-            kind, text = await self.pool.call(_there, args, self.deadline_s, owner=self.owner, wait=self.wait_s)
+            kind, text = await self.pool.call(
+                _there, args, self.deadline_s, owner=self.owner, wait=self.wait_s, imports=function
+            )
             if kind == "bad_arguments":
                 raise BadArguments(text)
             if kind == "raised":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,7 +54,9 @@ def test_a_bad_name_on_the_command_line_says_which(specs: list[str]) -> None:
 def test_where_a_module_is_looked_for_is_said() -> None:
     with pytest.raises(ValueError, match=r"No module named 'nowhere'; it must be installed, in the working directory"):
         Registry.load(["a=nowhere:Thing"])
-    with pytest.raises(ValueError, match=r"^--env a=json:Thing: module 'json' has no attribute 'Thing'$"):
+    with pytest.raises(
+        ValueError, match=r"^--env a=json:Thing: AttributeError: module 'json' has no attribute 'Thing'$"
+    ):
         Registry.load(["a=json:Thing"])
     with pytest.raises(ValueError, match=r"a module is named without \.py: a=some\.nowhere:Thing$"):
         Registry.load(["a=some/nowhere.py:Thing"])
@@ -78,6 +81,22 @@ def test_a_class_that_can_be_no_environment_is_refused_at_start() -> None:
 def test_what_a_class_says_is_checked_at_start(says: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         Registry({"a": type("Odd", (Fake,), says)})
+
+
+@pytest.mark.parametrize("code", ["import sys; sys.exit(3)", "raise SystemExit", "{}['x']"])
+def test_a_module_that_ends_whoever_imports_it_ends_nobody(
+    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "leaving.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    said = "KeyError: 'x'" if "'x'" in code else "SystemExit: "
+    with pytest.raises(ValueError, match=f"^--env a=leaving:Thing: {said}"):
+        Registry.load(["a=leaving:Thing"])
+    with pytest.raises(ValueError, match=f"^--tools leaving: {said}"):
+        Registry.load(tools=["leaving"])
+    registry = Registry({}, (EntryPoint("late", "leaving:Thing", ENTRY_POINTS),))
+    with pytest.raises(BadRequest, match=f"'late' cannot be imported: {said}"):
+        registry.resolve(fields.Environment(name="late"))
 
 
 def test_an_entry_point_is_imported_when_it_is_asked_for() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rollout.environments.errors import NoProcess, NotImported
 from rollout.environments.pool import Pool
 from rollout.tools.parse import Call
 from rollout.tools.run import Result, Runner
@@ -15,13 +19,13 @@ from tests.rollout.build import run
 from tests.rollout.tools import sample_tools
 
 
-def called(*calls: tuple[Callable[..., Any], dict[str, Any]], limit: int = 1000) -> list[Result]:
+def called(*calls: tuple[Callable[..., Any], dict[str, Any]], **options: Any) -> list[Result]:
     """One after the other, in one process."""
 
     async def main() -> list[Result]:
         pool = Pool(1, "tools")
         tools = {tool.name: tool for tool in (Tool.of(function) for function, _ in calls)}
-        runner = Runner(tools, limit=limit, pool=pool)
+        runner = Runner(tools, limit=1000, pool=pool, **options)
         try:
             results = []
             for function, arguments in calls:
@@ -55,6 +59,33 @@ def test_a_plain_function_may_return_a_coroutine_and_a_generator() -> None:
 def test_of_a_death_the_model_reads_nothing_that_is_another_each_time() -> None:
     (died,) = called((sample_tools.fail, {"how": "die"}))
     assert died == Result("fail", "error: the tool did not return: killed by signal 9 (Killed)", "raised")
+
+
+def slow_module(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> Callable[..., Any]:
+    """A tool whose module runs `code` where a process imports it."""
+    name = f"slow_{abs(hash(code))}"
+    (folder / f"{name}.py").write_text(
+        f"import os\nif os.getpid() != {os.getpid()}:\n    {code}\ndef say(): return 'said'"
+    )
+    monkeypatch.syspath_prepend(folder)
+    found: Callable[..., Any] = importlib.import_module(name).say
+    return found
+
+
+def test_the_import_of_a_module_is_no_part_of_a_calls_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    say = slow_module(tmp_path, monkeypatch, "import time; time.sleep(1.5)")
+    assert called((say, {}), (say, {}), deadline_s=1.0) == [Result("say", "said")] * 2
+
+
+def test_a_module_that_no_process_can_import_is_no_tool_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say = slow_module(tmp_path, monkeypatch, "raise OSError('only one may')")
+    with pytest.raises(NotImported, match="it cannot be imported in a process: OSError: only one may"):
+        called((say, {}))
+    say = slow_module(tmp_path, monkeypatch, "import time; time.sleep(600)")
+    with pytest.raises(NoProcess, match=r"within 0\.5 s"):
+        called((say, {}), wait_s=0.5)
 
 
 class Leaving:
