@@ -80,10 +80,7 @@ def load(config: WorkerConfig) -> Loaded:
 
 def environments_of(config: WorkerConfig) -> Registry:
     """Raises ValueError, naming the option."""
-    try:
-        return Registry.load(config.env, processes=config.env_processes or processes_by_default(), tools=config.tools)
-    except SystemExit as error:
-        raise ValueError(f"--env: a module ended the interpreter as it was imported, with {error}") from None
+    return Registry.load(config.env, processes=config.env_processes or processes_by_default(), tools=config.tools)
 
 
 def engine_config_of(config: WorkerConfig, model: ModelConfig) -> EngineConfig:

@@ -104,7 +104,7 @@ def test_a_name_of_a_hub_is_no_directory(capsys: pytest.CaptureFixture[str]) -> 
         ),
         (["--kv-tokens", "9" * 20], "for kv pool, after weights 0.7 MB"),
         (["--max-running", "9" * 13, "--max-step-tokens", "9" * 13], "lower --kv-tokens, --max-running"),
-        (["--env", "a=exiting:X"], "--env: a module ended the interpreter as it was imported, with bye"),
+        (["--env", "a=exiting:X"], "--env a=exiting:X: SystemExit: bye"),
         (["--env", "a=nonsense:X"], "--env a=nonsense:X: invalid syntax"),
         (["--env", "a=no.such:X"], "--env a=no.such:X: No module named 'no'; it must be installed"),
         (

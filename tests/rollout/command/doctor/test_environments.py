@@ -44,7 +44,7 @@ def test_all_that_are_wrong_are_said() -> None:
     wrong = findings(env=specs, tools=("doctored_tools", "no_such_tools"))
     assert [level for level, _ in wrong] == ["fail"] * 4
     for (_, text), part in zip(
-        wrong, ("no.such", "c=doctored_envs:Lacking", "interpreter", "no_such_tools"), strict=True
+        wrong, ("no.such", "c=doctored_envs:Lacking", "d=doctored_exit:E", "no_such_tools"), strict=True
     ):
         assert part in text
 
