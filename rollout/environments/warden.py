@@ -24,6 +24,8 @@ PR_SET_PDEATHSIG: Final = 1
 PR_SET_CHILD_SUBREAPER: Final = 36
 NICENESS: Final = 5
 """Foreign code gives way to the engine and the event loop where the processors are not enough for all."""
+FIRST_TO_GO: Final = 1000
+"""Where memory is short the system ends foreign code and what it started, and not the worker."""
 PAUSE_MS: Final = 10
 
 
@@ -90,6 +92,8 @@ def _become_host(warden: int, lifeline: int, connection: int, ends: tuple[int, i
         if os.getppid() != warden:
             os._exit(1)
         os.nice(NICENESS)
+        with suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text(str(FIRST_TO_GO))
         _adopt_orphans()  # so that a call can be asked whether it left children
         from rollout.environments.host import main
 

@@ -137,6 +137,15 @@ def open_descriptors() -> dict[str, str]:
     return {entry.name: os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.exists()}
 
 
+def standing() -> tuple[int, int]:
+    """Niceness and how soon it is ended where memory is short, both as what it starts has them."""
+    said = subprocess.run(
+        ["sh", "-c", "nice; cat /proc/self/oom_score_adj"], capture_output=True, text=True, check=True
+    )
+    nice, score = said.stdout.split()
+    return int(nice), int(score)
+
+
 def read_shared(shared: Any) -> Any:
     return shared.get()
 

@@ -219,6 +219,15 @@ def test_standard_input_is_at_its_end_and_output_is_bounded(caplog: pytest.LogCa
     with_pool(main)
 
 
+def test_foreign_code_gives_way_and_is_the_first_to_go() -> None:
+    async def main(pool: Pool) -> None:
+        nice, score = await pool.call(foreign.standing)
+        assert nice == os.nice(0) + warden.NICENESS
+        assert score == 1000
+
+    with_pool(main)
+
+
 def test_a_process_inherits_no_descriptor_of_ours(tmp_path: Path) -> None:
     import zmq
 
