@@ -105,8 +105,11 @@ def test_a_name_of_a_hub_is_no_directory(capsys: pytest.CaptureFixture[str]) -> 
         (["--kv-tokens", "9" * 20], "for kv pool, after weights 0.7 MB"),
         (["--max-running", "9" * 13, "--max-step-tokens", "9" * 13], "lower --kv-tokens, --max-running"),
         (["--env", "a=exiting:X"], "--env a=exiting:X: SystemExit: bye"),
-        (["--env", "a=nonsense:X"], "--env a=nonsense:X: invalid syntax"),
-        (["--env", "a=no.such:X"], "--env a=no.such:X: No module named 'no'; it must be installed"),
+        (["--env", "a=nonsense:X"], "--env a=nonsense:X: SyntaxError: invalid syntax"),
+        (
+            ["--env", "a=no.such:X"],
+            "--env a=no.such:X: ModuleNotFoundError: No module named 'no'; it must be installed",
+        ),
         (
             ["--bind", "ipc:///no/such/directory/socket"],
             "cannot bind ipc:///no/such/directory/socket: No such file or ",
