@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -86,7 +86,7 @@ class Line(Generic[T]):
         if not share.waits:
             return None
         while share.parts:
-            share = min((part for part in share.parts.values() if part.waits), key=lambda part: part.holds)
+            share = _least(share.parts.values())
         return next(iter(share.places))
 
     def holds(self, session: str) -> int:
@@ -124,6 +124,12 @@ class Line(Generic[T]):
                 del share.parts[name]
                 return
             share = part
+
+
+def _least(parts: Collection[_Share[T]]) -> _Share[T]:
+    """Who holds least of those that wait. Of many trajectories most hold nothing: not all have to be looked at."""
+    empty = next((part for part in parts if part.waits and not part.holds), None)
+    return empty or min((part for part in parts if part.waits), key=lambda part: part.holds)
 
 
 def _names(owner: Owner) -> tuple[str, str, str]:
