@@ -61,6 +61,9 @@ class Batches:
             self._add(member)
         if new or resumed:
             self._runs.told(batch, len(new) + len(resumed))
+        serving = self._runs.version()
+        if late := [v for member in new if (v := member.group.spec.min_version) is not None and v > serving]:
+            log.info("batch %r: %d wait for weights %d or later; %d serve", batch.id, len(late), min(late), serving)
         count = len(known) + len(new) + len(resumed)
         return Accepted(id=submit.id, batch_id=batch.id, trajectories=count, known=len(known))
 
@@ -132,9 +135,6 @@ class Batches:
         largest = largest_record(spec, self._max_context)
         if batch.target.cuts:
             largest += state_bytes(spec, self._max_context)
-        serving = self._runs.version()
-        if spec.min_version is not None and spec.min_version > serving:
-            log.info("group %r waits for weights %d; %d serve", spec.id, spec.min_version, serving)
         return SubmittedGroup(batch, spec, content, seed, echoed_bytes(spec), largest, time.monotonic())
 
     def _add(self, member: Member) -> None:

@@ -333,10 +333,13 @@ def commit(client: RawClient, version: int) -> None:
     assert done["type"] == "weights_committed", done
 
 
-def test_a_group_waits_for_the_weights_it_asks_for_and_holds_nobody_up() -> None:
+def test_a_group_waits_for_the_weights_it_asks_for_and_holds_nobody_up(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "rollout.batches")
     with worker(at_once=1) as served, RawClient(served.address) as client:
         client.hello()
         submit(client, group("later", min_version=2), group("latest", min_version=3), group("now"))
+        (line,) = [record.getMessage() for record in caplog.records if "wait for weights" in record.getMessage()]
+        assert line.endswith(": 2 wait for weights 2 or later; 0 serve")
         assert client.record()["group_id"] == "now"
         commit(client, 1)
         assert client.nothing(0.1) or client.event("group_done")
