@@ -105,15 +105,11 @@ class BlockPool:
                 self._cached[block] = None
 
     def publish(self, blocks: Sequence[int], keys: Sequence[bytes]) -> None:
-        """Name held, completely computed blocks by a chain of keys.
-
-        The first block of a key stays the one that is hit.
-        """
-        known = len(self.find(keys))
-        for block, key in zip(blocks[known:], keys[known:], strict=True):
-            if not self._refs[block]:
-                raise ValueError(f"block {block} is published but nobody holds it")
+        """Name held, completely computed blocks. The first block of a key stays the one that is hit."""
+        for block, key in zip(blocks, keys, strict=True):
             if self._keys[block] is None and key not in self._by_key:
+                if not self._refs[block]:
+                    raise ValueError(f"block {block} is published but nobody holds it")
                 self._keys[block] = key
                 self._by_key[key] = block
 

@@ -123,7 +123,7 @@ class Scheduler:
 
         After the last one siblings that waited for them may go.
         """
-        self._publish(chunk.sequence, self.table.blocks_of(chunk.slot), chunk.start + chunk.size)
+        self._publish(chunk.sequence, self.table.blocks_of(chunk.slot), chunk.start, chunk.start + chunk.size)
         if chunk.last:
             self._stop_leading(chunk.sequence)
 
@@ -173,11 +173,11 @@ class Scheduler:
                 return True
         return False
 
-    def _publish(self, sequence: Sequence, blocks: list[int], computed: int) -> None:
-        """Offer a sequence's whole blocks among its first `computed` positions to the prefix cache."""
+    def _publish(self, sequence: Sequence, blocks: list[int], start: int, end: int) -> None:
+        """Offer a sequence's whole blocks that end among its positions [start, end) to the prefix cache."""
         if self._config.prefix_cache and sequence.epoch == self.epoch:
-            whole = computed // BLOCK_SIZE
-            self.pool.publish(blocks[:whole], sequence.prefix_keys(whole, self.epoch))
+            first, stop = start // BLOCK_SIZE, end // BLOCK_SIZE
+            self.pool.publish(blocks[first:stop], sequence.prefix_keys(stop, self.epoch)[first:])
 
     def _hits(self, sequence: Sequence) -> list[int]:
         """Blocks of its longest cached prefix; the last id is always computed anew."""
@@ -215,7 +215,7 @@ class Scheduler:
         if not trusted:
             self.pool.withdraw(blocks)
         elif len(sequence.ids) > num_admitted:
-            self._publish(sequence, blocks, len(sequence.ids) - 1)
+            self._publish(sequence, blocks, 0, len(sequence.ids) - 1)
         if hold and sequence.epoch == self.epoch and (hits := self._hits(sequence)):
             self.holds.begin(sequence, hits)
         if last_step > self._done_step:
