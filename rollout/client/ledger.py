@@ -23,6 +23,9 @@ from rollout.client.waiting import Mailbox
 
 Item: TypeAlias = Trajectory | TurnDone
 
+NO_VERSION = -(2**63)
+"""No version is lower."""
+
 REMEMBERED = 65536
 """Acknowledged ids kept in case the acknowledgement got lost with its connection and the record comes again."""
 
@@ -50,7 +53,7 @@ class Kept:
     come and count towards min_complete.
     request_id: of the submit that its events name; retired: of those before a restart. unreadable: it was told that
     its events cannot be read. refusal: what the worker said when it was to start again. since: when it was submitted,
-    by the monotonic clock. late: it has been said that it waits for weights.
+    by the monotonic clock. late: it has been said that it waits for weights. newest: the highest version asked for.
     """
 
     message: SubmitBatch
@@ -66,6 +69,7 @@ class Kept:
     refusal: RolloutError | None = None
     since: float = field(default_factory=time.monotonic)
     late: bool = False
+    newest: int = NO_VERSION
     cancelled: set[str] = field(default_factory=set)
     trajectories: dict[str, Open] = field(default_factory=dict)
 
@@ -115,6 +119,7 @@ class Ledger:
             raise Duplicate(f"batch {message.batch_id} is still open in this client", field="batch_id")
         groups = (*message.groups, *resumed)
         kept = Kept(message, mailbox, auto_ack, message.id, {group.id: group for group in merged(groups)})
+        kept.newest = max((g.min_version for g in groups if g.min_version is not None), default=NO_VERSION)
         for i, group in enumerate(groups):
             where = f"groups[{i}]" if i < len(message.groups) else f"resume[{i - len(message.groups)}]"
             for name in group.trajectory_ids:
@@ -146,7 +151,8 @@ class Ledger:
         """What to say, once a batch, of those that have waited so long for other weights than these."""
         found = []
         for batch_id, kept in self.batches.items():
-            if kept.late or time.monotonic() < kept.since + seconds or kept.given_up:
+            # Most batches ask for what serves: their groups, thousands perhaps, are not looked through.
+            if kept.newest <= serving or kept.late or kept.given_up or time.monotonic() < kept.since + seconds:
                 continue
             if wait := weights_wait(kept.groups.values(), len(kept.open_ids), serving):
                 kept.late = True
