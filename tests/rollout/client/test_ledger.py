@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from protocols import BatchDone, Duplicate, Group, Record, SubmitBatch, Turn, TurnDone
 from protocols.requests import Cancel
-from rollout.client.ledger import REMEMBERED, Arrival, Item, Kept, Ledger
+from rollout.client.ledger import REMEMBERED, Arrival, Item, Kept, Ledger, weights_wait
 from rollout.client.waiting import Mailbox
 
 
@@ -268,3 +268,21 @@ def test_what_was_resumed_starts_anew_in_a_worker_that_has_not_kept_it() -> None
     again = ledger.start_again("new", kept)
     assert again is not None
     assert (again.resume, again.groups) == ((), (part,))
+
+
+def test_what_waits_for_weights_is_told_once_and_only_after_a_while() -> None:
+    ledger = Ledger()
+    groups = tuple(
+        Group(id=name, prompt=np.array([1], np.int32), trajectory_ids=(f"{name}.0", f"{name}.1"), min_version=version)
+        for name, version in (("a", 5), ("b", 7), ("c", None))
+    )
+    kept = ledger.add(SubmitBatch(id="x", batch_id="b", groups=groups), Mailbox(6), True)
+    assert ledger.late(4, seconds=60) == []
+    assert ledger.late(7, seconds=0) == []
+    assert ledger.late(4, seconds=0) == ["batch b: 4 wait for weights of version 5, the worker serves 4"]
+    assert ledger.late(4, seconds=0) == []
+    assert weights_wait(kept.groups.values(), 6, 6) == "2 wait for weights of version 7, the worker serves 6"
+    assert weights_wait(kept.groups.values(), 1, 6).startswith("1 wait")
+    assert weights_wait(kept.groups.values(), 0, 4) == ""
+    kept.late, kept.given_up = False, True
+    assert ledger.late(4, seconds=0) == []
