@@ -64,7 +64,7 @@ def _conversations(word: str, results: int) -> Iterator[tuple[str, list[Message]
     """Conversations that end with what an assistant said, `word` its last word. results: tool messages to follow."""
     user = {"role": "user", "content": "question"}
     call = {"role": "assistant", "content": "", "tool_calls": _calls("argument", 1)}
-    result = {"role": "tool", "content": "result", "tool_call_id": "call00000", "name": "tool"}
+    result = {"role": "tool", "content": "result", "tool_call_id": call_id(0), "name": "tool"}
     said = {"role": "assistant", "content": "answer"}
     # What stands before the word is what models say, for a template may look at that, or at how long it is.
     histories: dict[str, tuple[list[Message], str]] = {
@@ -89,11 +89,16 @@ def _conversations(word: str, results: int) -> Iterator[tuple[str, list[Message]
             yield f"{when} {what}", [*history, turn]
 
 
+def call_id(index: int) -> str:
+    """Of the calls of one turn. Nine letters and digits: some templates take nothing else."""
+    return f"call{index:05d}"
+
+
 def _calls(argument: str, count: int) -> list[Message]:
     return [
         {
             "type": "function",
-            "id": f"call{i:05d}",
+            "id": call_id(i),
             "function": {"name": "tool", "arguments": {"argument": argument if i == count - 1 else "other"}},
         }
         for i in range(count)

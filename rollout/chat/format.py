@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import numpy as np
 from engine.request import IntArray
 from rollout.chat.aside import Aside
 from rollout.chat.errors import ChatError
-from rollout.chat.follow import Followed, Render, follow
+from rollout.chat.follow import Followed, Render, call_id, follow
 from rollout.chat.marks import Marks, Vocabulary
 from rollout.chat.messages import Message
 from rollout.chat.template import ChatTemplate
@@ -87,10 +89,11 @@ class ChatFormat:
 
 @dataclass(frozen=True, slots=True)
 class _Proof:
-    """tools: those that the text after a turn depends on. taken: conversations that agreed; none where they did not."""
+    """tools: those that the text after a turn depends on. taken: conversations that agreed. against: why not."""
 
-    tools: Sequence[Mapping[str, Any]]
-    taken: tuple[str, ...]
+    tools: Sequence[Mapping[str, Any]] = ()
+    taken: tuple[str, ...] = ()
+    against: str | None = None
 
 
 class Form:
@@ -114,7 +117,7 @@ class Form:
 
     def prove(self, roles: Sequence[str]) -> None:
         """Can messages of these roles follow any sampled turn? Raises ChatError, saying what stands against it."""
-        self._follow([{"role": role, "content": "text"} for role in roles])
+        self._follow(_examples(roles))
 
     def prompt(self, messages: Sequence[Message]) -> IntArray:
         """int32[L]: the conversation, up to where the assistant is to answer. Raises ChatError."""
@@ -177,7 +180,7 @@ class Form:
         roles = tuple(message["role"] for message in messages)
         if roles not in self._frames:
             words = [f"w{secrets.token_hex(8)}w" for _ in roles]
-            named = [{"role": role, "content": word} for role, word in zip(roles, words, strict=True)]
+            named = [{**message, "content": word} for message, word in zip(_examples(roles), words, strict=True)]
             try:
                 text = self._follow(named).text
             except ChatError:
@@ -186,23 +189,24 @@ class Form:
         return self._frames[roles]
 
     def _follow(self, messages: Sequence[Message]) -> Followed:
-        """In full for the first messages of these roles; later ones are compared in two conversations."""
+        """Proved once for messages of these roles; each are then compared in two conversations."""
         roles = tuple(message["role"] for message in messages)
         if roles not in self._proofs:
-            self._proofs[roles] = self._prove([{"role": role, "content": "text"} for role in roles])
+            self._proofs[roles] = self._prove(_examples(roles))
         proof = self._proofs[roles]
-        if proof.taken:
-            return follow(self._renderer(proof.tools), messages, (proof.taken[0], proof.taken[-1]))
-        return follow(self._renderer(proof.tools), messages)
+        if proof.against is not None:
+            raise ChatError(proof.against)
+        return follow(self._renderer(proof.tools), messages, (proof.taken[0], proof.taken[-1]))
 
     def _prove(self, messages: Sequence[Message]) -> _Proof:
         try:
             followed = follow(self._renderer(self.tools), messages)
+        except ChatError as error:
+            return _Proof(against=error.message)
+        with suppress(ChatError):
             # Tools hardly ever make a difference here, and each rendering would print them.
             if self.tools and follow(self._renderer(()), messages) == followed:
                 return _Proof((), followed.taken)
-        except ChatError:
-            return _Proof(self.tools, ())
         return _Proof(self.tools, followed.taken)
 
     def _renderer(self, tools: Sequence[Mapping[str, Any]]) -> Render:
@@ -212,3 +216,13 @@ class Form:
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, opened: bool = True
     ) -> str:
         return self.chat.template.render(messages, tools=tools, options=self.options, add_generation_prompt=opened)
+
+
+def _examples(roles: Sequence[str]) -> list[Message]:
+    """Messages of these roles, with what some templates insist on in results."""
+    results = itertools.count()
+    return [
+        {"role": role, "content": "text"}
+        | ({"name": "tool", "tool_call_id": call_id(next(results))} if role == "tool" else {})
+        for role in roles
+    ]

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 from protocols.fields import Record
 from rollout.chat.conversation import Conversation
 from rollout.chat.errors import ChatError
+from rollout.chat.follow import call_id
 from rollout.chat.messages import Message
 from rollout.environments.base import Context, Environment, EnvironmentFactory, FinalReward, Step, TurnResult
 from rollout.environments.calls import Call, Raised
@@ -189,7 +190,7 @@ def offered(tools: Any, config: Mapping[str, Any]) -> dict[str, Tool]:
 
 
 def _message(result: Result, index: int) -> Message:
-    return {"role": "tool", "name": result.name, "tool_call_id": f"call{index:05d}", "content": result.text}
+    return {"role": "tool", "name": result.name, "tool_call_id": call_id(index), "content": result.text}
 
 
 def _called(said: Said) -> bool:

@@ -25,6 +25,7 @@ from importlib.resources import files
 from typing import Any, ClassVar
 
 from protocols.fields import Record
+from rollout.chat.follow import call_id
 from rollout.environments.adapters.config import conversation, index, known, option
 from rollout.environments.base import Context, Environment, Rewards, Step, TurnResult
 from rollout.tools.parse import BadCall, Call, read
@@ -113,7 +114,7 @@ class Bfcl(Environment):
         if said.calls and self._play.may_call:
             results = self._call(said.calls)
             answers = [
-                {"role": "tool", "name": name, "tool_call_id": f"call{i:05d}", "content": text}
+                {"role": "tool", "name": name, "tool_call_id": call_id(i), "content": text}
                 for i, (name, text) in enumerate(results)
             ]
             return self._chat.follow(turn, *answers, called=True)

@@ -223,6 +223,37 @@ def test_roles_that_a_template_takes_only_after_calls_are_proved_with_calls() ->
     assert tokenizer().decode(suffix.observation) == "21"
 
 
+def test_results_are_proved_with_what_a_template_insists_on() -> None:
+    strict = PLAIN.replace(
+        "{% for message in messages %}",
+        "{% for message in messages %}{% if message.role == 'tool' and not (message.name and "
+        "message.tool_call_id | length == 9) %}{{ raise_exception('whose result?') }}{% endif %}",
+    )
+    form = chat(strict).form()
+    form.prove(("tool", "tool"))
+    with pytest.raises(ChatError, match="whose result"):
+        form.suffix([tool("21")])
+    suffix = form.suffix([{**tool("21"), "name": "f", "tool_call_id": "call00000"}])
+    assert tokenizer().decode(suffix.observation) == "21"
+
+
+def test_what_cannot_be_proved_is_tried_once() -> None:
+    rendered = 0
+
+    class Counted(ChatTemplate):
+        def render(self, *args: Any, **how: Any) -> str:
+            nonlocal rendered
+            rendered += 1
+            return super().render(*args, **how)
+
+    form = ChatFormat(Counted({"default": COUNTING}), tokenizer()).form()
+    for _ in range(2):
+        with pytest.raises(ChatError, match="depends on the turn"):
+            form.suffix([user("x")])
+        first, rendered = rendered, 0
+    assert (first, rendered) == (0, 0)
+
+
 def test_tools_that_show_after_a_turn_are_rendered() -> None:
     reminding = PLAIN + "{% if add_generation_prompt and tools %}{{ tools[0].function.name }}: {% endif %}"
     suffix = chat(reminding).form(TOOLS).suffix([user("x")])
