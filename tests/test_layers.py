@@ -166,5 +166,5 @@ with RolloutClient("tcp://127.0.0.1:9", timeout=0.1) as client:
 def test_a_worker_says_what_it_takes_more() -> None:
     done = with_the_client_alone("import rollout.__main__ as worker; sys.exit(worker.main())")
     assert done.returncode == 1
-    assert "is not installed: a worker takes more than a client: pip install 'rollout-worker[worker]'" in done.stderr
+    assert "is not installed; a worker takes more than a client: pip install 'rollout-worker[worker]'" in done.stderr
     assert "Traceback" not in done.stderr

@@ -45,7 +45,7 @@ def advice(error: Exception) -> str:
         case EngineError() if "killed by signal 9" in text:
             return f"{text}: the kernel may have run out of memory, dmesg tells; give it more, or take a smaller model"
         case ModuleNotFoundError(name=str(name)) if name.split(".")[0] not in OURS:
-            return f"{name} is not installed: a worker takes more than a client: {WORKER}"
+            return f"{name} is not installed; a worker takes more than a client: {WORKER}"
         case PermissionError() if error.filename is not None:
             return f"{error.filename}: permission denied: let this user read it"
         case OSError() if error.filename is not None:
