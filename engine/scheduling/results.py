@@ -38,9 +38,10 @@ def live_results(scheduled: Scheduled, output: StepOutput, table: SlotTable) -> 
     plan, slots, computed = scheduled.plan, scheduled.slots, scheduled.computed
     live = table.first_step[slots] <= plan.step
     num_live = int(np.count_nonzero(live))
-    plain = not scheduled.chunks and not table.with_top and not np.count_nonzero(output.flags)
+    plain = not plan.scores and not table.with_top and not np.count_nonzero(output.flags)
     if plain and num_live == len(live):
-        return Results(slots, computed, output.token_ids, output.logprobs, num_live)
+        rows = plan.samples.nonzero()[0] if scheduled.chunks else slice(None)
+        return Results(slots[rows], computed[rows], output.token_ids, output.logprobs, num_live, (), scheduled.chunks)
 
     sampling = plan.samples.nonzero()[0]
     flags = np.zeros(len(live), np.uint8)
