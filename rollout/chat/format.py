@@ -117,12 +117,12 @@ class Form:
 
     def prove(self, roles: Sequence[str]) -> None:
         """Can messages of these roles follow any sampled turn? Raises ChatError, saying what stands against it."""
-        self._follow(_examples(roles))
+        self._follow(_examples(roles), Marks(self.chat.vocabulary))
 
     def prompt(self, messages: Sequence[Message]) -> IntArray:
         """int32[L]: the conversation, up to where the assistant is to answer. Raises ChatError."""
         marks = Marks(self.chat.vocabulary)
-        text = self._render([marks.message(message) for message in messages], [marks.schema(t) for t in self.tools])
+        text = self._renderer(self.tools, marks)([marks.message(message) for message in messages], True)
         return self.chat.tokenizer.encode_pieces(marks.reveal(text)).ids
 
     def suffix(self, messages: Sequence[Message]) -> Suffix:
@@ -131,7 +131,7 @@ class Form:
         Raises ChatError where that depends on what was sampled or said before.
         """
         marks = Marks(self.chat.vocabulary)
-        followed = self._follow([marks.message(message) for message in messages])
+        followed = self._follow([marks.message(message) for message in messages], marks)
         text = followed.text
         head, tail = self._frame(messages)
         if not (text.startswith(head) and text.endswith(tail) and len(head) + len(tail) <= len(text)):
@@ -158,7 +158,7 @@ class Form:
     def opens_reasoning(self) -> bool:
         """Does the template itself begin the reasoning, so that a turn starts inside of `<think>`?"""
         if self._opens_reasoning is None:
-            text = self._render([{"role": "user", "content": "question"}])
+            text = self._renderer(())([{"role": "user", "content": "question"}], True)
             self._opens_reasoning = text.rfind("<think>") > text.rfind("</think>")
         return self._opens_reasoning
 
@@ -182,13 +182,13 @@ class Form:
             words = [f"w{secrets.token_hex(8)}w" for _ in roles]
             named = [{**message, "content": word} for message, word in zip(_examples(roles), words, strict=True)]
             try:
-                text = self._follow(named).text
+                text = self._follow(named, Marks(self.chat.vocabulary)).text
             except ChatError:
                 text = ""
             self._frames[roles] = text.partition(words[0])[0], text.rpartition(words[-1])[2]
         return self._frames[roles]
 
-    def _follow(self, messages: Sequence[Message]) -> Followed:
+    def _follow(self, messages: Sequence[Message], marks: Marks) -> Followed:
         """Proved once for messages of these roles; each are then compared in two conversations."""
         roles = tuple(message["role"] for message in messages)
         if roles not in self._proofs:
@@ -196,7 +196,7 @@ class Form:
         proof = self._proofs[roles]
         if proof.against is not None:
             raise ChatError(proof.against)
-        return follow(self._renderer(proof.tools), messages, (proof.taken[0], proof.taken[-1]))
+        return follow(self._renderer(proof.tools, marks), messages, (proof.taken[0], proof.taken[-1]))
 
     def _prove(self, messages: Sequence[Message]) -> _Proof:
         try:
@@ -209,13 +209,14 @@ class Form:
                 return _Proof((), followed.taken)
         return _Proof(self.tools, followed.taken)
 
-    def _renderer(self, tools: Sequence[Mapping[str, Any]]) -> Render:
-        return lambda messages, opened: self._render(messages, tools, opened=opened)
-
-    def _render(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, opened: bool = True
-    ) -> str:
-        return self.chat.template.render(messages, tools=tools, options=self.options, add_generation_prompt=opened)
+    def _renderer(self, tools: Sequence[Mapping[str, Any]], marks: Marks | None = None) -> Render:
+        """marks: hide in tools and options what is no token. Without them the text is not to be encoded."""
+        options = self.options
+        if marks is not None:
+            tools = [marks.data(tool) for tool in tools]
+            options = {name: marks.data(value) for name, value in options.items()}
+        render = self.chat.template.render
+        return lambda messages, opened: render(messages, tools=tools, options=options, add_generation_prompt=opened)
 
 
 def _examples(roles: Sequence[str]) -> list[Message]:

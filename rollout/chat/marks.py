@@ -38,8 +38,9 @@ class Marks:
         of = self._vocabulary.reserved if message["role"] == "assistant" else self._vocabulary.control
         return {key: value if key == "role" else self._hide(value, of) for key, value in message.items()}
 
-    def schema(self, schema: Mapping[str, Any]) -> Any:
-        return self._hide(schema, self._vocabulary.control)
+    def data(self, value: Any) -> Any:
+        """Of a tool's schema, or of an option."""
+        return self._hide(value, self._vocabulary.control)
 
     def reveal(self, rendered: str) -> list[Piece]:
         """The rendered text in pieces; what was hidden is text. Raises ChatError where a mark was rewritten."""
