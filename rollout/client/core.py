@@ -29,7 +29,7 @@ from rollout.client.link import Curve, Link
 from rollout.client.loop import Loop
 from rollout.client.pending import Pending
 from rollout.client.values import checked, seconds
-from rollout.client.waiting import Mailbox, Steps
+from rollout.client.waiting import Mailbox, Steps, fail
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class Core:
         self._numbers = itertools.count()
         self._pid = os.getpid()
         self._lock = threading.RLock()
-        self._commands: deque[Callable[[Loop], None]] = deque()
+        self._commands: deque[tuple[Callable[[Loop], None], Future[Any] | None]] = deque()
         self._ended: RolloutError | None = None
         self._waker, wakeup = socket.socketpair()
         self._waker.setblocking(False)
@@ -122,7 +122,7 @@ class Core:
     def ask(self, message: RequestMessage, expected: type[R], timeout: float | None) -> Steps[R]:
         """The reply to a message. Raises the error that it was answered with."""
         pending = self._pending(message, timeout)
-        self._post(lambda loop: loop.request(pending))
+        self._post(lambda loop: loop.request(pending), pending.future)
         reply: Any = yield pending.future
         if not isinstance(reply, expected):
             raise Internal(f"the worker answered {message.id} with {reply.type!r}, not {expected.__name__}")
@@ -138,20 +138,20 @@ class Core:
     ) -> Future[Any]:
         """Also keeps the work; its results go to `mailbox`. resumed: groups of the trajectories that are to go on."""
         pending = self._pending(message, timeout)
-        self._post(lambda loop: loop.submit(message, pending, mailbox, auto_ack, resumed))
+        self._post(lambda loop: loop.submit(message, pending, mailbox, auto_ack, resumed), pending.future)
         return pending.future
 
     def answer(self, message: Continue, submit_id: str, timeout: float | None) -> Future[Any]:
         """Answers a turn, unless its trajectory has started again since; `submit_id` is the turn event's own id."""
         pending = self._pending(message, timeout)
         pending.turn = message.trajectory_id, submit_id
-        self._post(lambda loop: loop.request(pending))
+        self._post(lambda loop: loop.request(pending), pending.future)
         return pending.future
 
     def greeted(self, timeout: float | None) -> Future[Welcome]:
         future: Future[Welcome] = Future()
         wait = self.wait(timeout)
-        self._post(lambda loop: loop.greeted(future, wait))
+        self._post(lambda loop: loop.greeted(future, wait), future)
         return future
 
     def ack(self, trajectory_ids: Sequence[str]) -> None:
@@ -176,10 +176,11 @@ class Core:
         check_size(frames, self.welcome.limits if self.welcome is not None else Limits())
         return Pending(message, frames, Future(), time.monotonic() + wait, wait)
 
-    def _post(self, command: Callable[[Loop], None]) -> None:
+    def _post(self, command: Callable[[Loop], None], future: Future[Any] | None = None) -> None:
+        """future: of whoever waits for what comes of it."""
         with self._lock:
             self.check_usable()
-            self._commands.append(command)
+            self._commands.append((command, future))
             with contextlib.suppress(BlockingIOError):  # enough bytes wait already
                 self._waker.send(b"\0")
 
@@ -208,7 +209,9 @@ class Core:
             end = Internal(f"the client's I/O thread failed: {type(error).__name__}: {error}")
         with self._lock:
             self._ended = end
-        self._obey(loop)
+        for _, future in self._commands:
+            if future is not None:
+                fail(future, end)
         loop.finish(end)
         link.close(FAREWELL_MS)
         wakeup.close()
@@ -216,4 +219,6 @@ class Core:
 
     def _obey(self, loop: Loop) -> None:
         while self._commands:
-            self._commands.popleft()(loop)
+            command, _ = self._commands[0]
+            command(loop)
+            self._commands.popleft()  # not before: whoever waits for one that breaks is told with those behind it

@@ -6,11 +6,13 @@ import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from protocols import BadRequest, Cancel
+from protocols import BadRequest, Cancel, Internal
 from rollout.client import ClientClosed, RolloutClient
+from rollout.client.loop import Loop
 from tests.rollout.client.fake_worker import FakeWorker
 
 Start = Callable[..., FakeWorker]
@@ -110,3 +112,20 @@ def test_bad_addresses_and_options_are_refused_at_once() -> None:
     for options in ({"timeout": 0}, {"reconnect_timeout": -1}, {"curve_public_key": "x"}, {"curve_server_key": "x"}):
         with pytest.raises(BadRequest):
             RolloutClient("tcp://127.0.0.1:1", **options)  # type: ignore[arg-type]
+
+
+def test_a_fault_of_the_clients_own_thread_is_told_to_everybody_who_waits(
+    start: Start, connect: Connect, later: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("unforeseen")
+
+    client = connect(start(hold=True))
+    waiting = later(client.submit(client.group([1])).results)
+    monkeypatch.setattr(Loop, "request", broken)
+    with pytest.raises(Internal, match="I/O thread failed: RuntimeError: unforeseen"):
+        client.ping()
+    with pytest.raises(Internal, match="unforeseen"):
+        waiting.result(10)
+    with pytest.raises(Internal, match="unforeseen"):
+        client.status()
