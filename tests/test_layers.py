@@ -153,6 +153,7 @@ def test_a_client_takes_what_the_package_takes_without_an_extra() -> None:
 from protocols.errors import ConnectionLost
 from rollout.client import AsyncRolloutClient, RolloutClient
 import rollout.integrations.trl, rollout.local
+from rollout.environments.adapters import bfcl, reasoning_gym, textarena  # for their `messages`
 with RolloutClient("tcp://127.0.0.1:9", timeout=0.1) as client:
     try:
         client.submit(client.group([1, 2], n=2, script=[[3]], top_p=0.5))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from rollout.chat.conversation import Conversation
 from rollout.environments.base import Context
+
+if TYPE_CHECKING:  # it takes what a worker takes; `messages` is for where there is a client alone
+    from rollout.chat.conversation import Conversation
 
 T = TypeVar("T")
 
