@@ -33,7 +33,7 @@ class CudaOps:
             fused = torch.cuda.get_device_capability()[0] in FUSED_CAPABILITIES
         self._fused_rows = skinny_linear.MAX_ROWS if fused else 0
         self._gated_rows = 0
-        if fused and gate_up.fits(config.intermediate_size, config.hidden_size):
+        if fused and not config.mlp_bias and gate_up.fits(config.intermediate_size, config.hidden_size):
             gate_up.prepare(config.intermediate_size)
             self._gated_rows = gate_up.MAX_ROWS
 
@@ -53,7 +53,7 @@ class CudaOps:
     def gate_up(self, x: Tensor | Scaled, weight: Tensor, bias: Tensor | None) -> Tensor:
         if isinstance(x, Scaled):
             return skinny_linear.gate_up(x, weight, bias)
-        if bias is None and len(x) <= self._gated_rows:
+        if len(x) <= self._gated_rows:
             return gate_up.gate_up(x, weight)
         return silu_mul(functional.linear(x, weight, bias))
 

@@ -1,6 +1,7 @@
-"""CUDA C++ compiled at start by NVRTC, which torch brings along, and launched through NVIDIA's Python bindings.
+"""CUDA C++ compiled at start by NVRTC, which comes with torch or the toolkit, and launched through NVIDIA's bindings.
 
-For what Triton cannot say: tiles that are no power of two wide. What is compiled is kept on disk.
+For what Triton cannot say: tiles that are no power of two wide. What is compiled is kept on disk. The bindings are
+imported where they are called: a machine without a GPU has none.
 """
 
 from __future__ import annotations
@@ -8,17 +9,18 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cuda.bindings import driver, nvrtc
-
 log = logging.getLogger(__name__)
+
+DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class CudaError(RuntimeError):
-    """The driver or the compiler refused a call; the message is theirs."""
+    """The driver or the compiler refused a call."""
 
 
 def checked(answer: tuple[Any, ...]) -> Any:
@@ -31,12 +33,13 @@ def checked(answer: tuple[Any, ...]) -> Any:
 
 def compiled(source: str, options: tuple[str, ...], architecture: str) -> bytes:
     """Machine code of `source`, from the cache or from the compiler. Raises CudaError with the compiler's log."""
+    from cuda.bindings import nvrtc
+
     version = ".".join(map(str, checked(nvrtc.nvrtcVersion())))
-    key = hashlib.sha256("\0".join((version, architecture, *options, source)).encode()).hexdigest()
-    place = _cache() / f"{key}.cubin"
-    if place.exists():
-        return place.read_bytes()
     flags = [f"--gpu-architecture={architecture}", "--std=c++17", "--device-as-default-execution-space", *options]
+    key = hashlib.sha256("\0".join((version, *flags, source)).encode()).hexdigest()
+    if (code := _kept(key)) is not None:
+        return code
     program = checked(nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
     (status,) = nvrtc.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])
     if int(status):
@@ -45,20 +48,41 @@ def compiled(source: str, options: tuple[str, ...], architecture: str) -> bytes:
         raise CudaError(said.decode().strip(" \0"))
     code = bytes(checked(nvrtc.nvrtcGetCUBINSize(program)))
     checked(nvrtc.nvrtcGetCUBIN(program, code))
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        part = place.with_suffix(f".{os.getpid()}")
-        part.write_bytes(code)
-        part.replace(place)  # whole or not at all: processes may start together
-    except OSError as error:
-        log.warning(
-            "compiled kernels are not kept in %s, and will be compiled at the next start: %s", place.parent, error
-        )
+    checked(nvrtc.nvrtcDestroyProgram(program))
+    _keep(key, code)
     return code
 
 
 def _cache() -> Path:
+    """Raises RuntimeError without a home directory."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rollout-worker"
+
+
+def _kept(key: str) -> bytes | None:
+    """What `_keep` wrote, if it is there, whole, and may be read."""
+    try:
+        kept = (_cache() / f"{key}.cubin").read_bytes()
+    except (OSError, RuntimeError):
+        return None
+    digest, code = kept[:DIGEST_BYTES], kept[DIGEST_BYTES:]
+    return code if hashlib.sha256(code).digest() == digest else None
+
+
+def _keep(key: str, code: bytes) -> None:
+    """Whole or not at all: processes may start together, and share the directory with other machines."""
+    try:
+        place = _cache() / f"{key}.cubin"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, part = tempfile.mkstemp(dir=place.parent)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(hashlib.sha256(code).digest() + code)
+            os.replace(part, place)
+        except OSError:
+            os.unlink(part)
+            raise
+    except (OSError, RuntimeError) as error:
+        log.warning("a compiled kernel is not kept, and will be compiled again at the next start: %s", error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +95,8 @@ class Kernel:
 
     @staticmethod
     def load(code: bytes, name: str, threads: int, shared: int) -> Kernel:
+        from cuda.bindings import driver
+
         function = checked(driver.cuModuleGetFunction(checked(driver.cuModuleLoadData(code)), name.encode()))
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         checked(driver.cuFuncSetAttribute(function, attribute, shared))
@@ -79,6 +105,8 @@ class Kernel:
     def launch(self, programs: int, stream: int, values: tuple[Any, ...], types: tuple[Any, ...]) -> None:
         """A launch that may begin before the one ahead of it has ended. types: of the values, by ctypes; None for a
         structure of the bindings."""
+        from cuda.bindings import driver
+
         overlap = driver.CUlaunchAttribute()
         overlap.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         overlap.value.programmaticStreamSerializationAllowed = 1

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cuda.bindings import driver
 from torch import Tensor
 
 from engine.kernels.cuda_source import Kernel, checked, compiled
@@ -26,9 +25,9 @@ SHARED_BYTES = 227 * 1024 - 1024
 WIDEST = 192
 """Rows of the weight for a program of 256 rows of x: its sums fill the registers."""
 MAX_ROWS = 256
-"""From there on arithmetic is all of the work, and cuBLAS is as fast, with the gate in a launch of its own."""
+"""With more, cuBLAS is as fast, with the gate in a launch of its own (Qwen3-4B on an H200)."""
 MOST_STAGES = {1: 4, 2: 8, 3: 8, 4: 8}
-"""By tiles. With half of the shared memory the next launch's first programs find room: 1 us a layer at 64 rows."""
+"""By tiles. Four of Qwen3-4B leave half of the shared memory to the next launch's programs: 1 us a layer at 64 rows."""
 ARGUMENTS = (None, None, None, ctypes.c_int, ctypes.c_int, ctypes.c_int)
 
 
@@ -53,37 +52,41 @@ def fits(inner: int, depth: int) -> bool:
     return torch.cuda.get_device_capability() == (9, 0) and inner % 8 == 0 and depth % 8 == 0
 
 
-def choose(rows: int, inner: int, multiprocessors: int) -> Shape:
-    """Every multiprocessor has one program of all rows, or two and more in turn where one would be too wide."""
+def choose(rows: int, inner: int, programs: int) -> Shape:
+    """Of `programs` at a time, one a multiprocessor, each has all rows; there are two turns of them and more where one
+    would be too wide."""
     tiles = -(-rows // 64)
-    turns = -(-inner // (multiprocessors * WIDEST // 2))
-    width = 2 * -(-inner // (multiprocessors * turns * 8)) * 8
+    turns = -(-inner // (programs * WIDEST // 2))
+    width = 2 * -(-inner // (programs * turns * 8)) * 8
     shape = Shape(tiles, {1: 1, 2: 2, 3: 3, 4: 2}[tiles], width, 1)
     return replace(shape, stages=min(MOST_STAGES[tiles], SHARED_BYTES // shape.stage_bytes))
 
 
 def prepare(inner: int) -> None:
-    """Compile for every number of rows there can be, side by side."""
-    device = torch.cuda.current_device()
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    shapes = [choose(rows, inner, multiprocessors) for rows in range(64, MAX_ROWS + 1, 64)]
+    """Compile for every number of rows there can be, side by side, and load. Raises CudaError."""
+    torch.cuda.synchronize()  # makes the context that kernels are loaded into
+    shapes = [choose(rows, inner, multiprocessors()) for rows in range(64, MAX_ROWS + 1, 64)]
     with ThreadPoolExecutor() as threads:
-        list(threads.map(code, shapes, [device] * len(shapes)))
+        list(threads.map(code, shapes))
     for shape in shapes:
-        kernel(shape, device)
-
-
-def code(shape: Shape, device: int) -> bytes:
-    """Compiled, from the cache on disk the second time."""
-    major, minor = torch.cuda.get_device_capability(device)
-    return compiled(source(shape.width), options(shape), f"sm_{major}{minor}a")
+        kernel(shape)
 
 
 @cache
-def kernel(shape: Shape, device: int) -> Kernel:
+def multiprocessors() -> int:
+    return int(torch.cuda.get_device_properties().multi_processor_count)
+
+
+@cache
+def code(shape: Shape) -> bytes:
+    return compiled(source(shape.width), options(shape), "sm_90a")
+
+
+@cache
+def kernel(shape: Shape) -> Kernel:
     """Loaded; a second call is free."""
     shared = 1024 + shape.stages * shape.stage_bytes
-    return Kernel.load(code(shape, device), "gate_up", (shape.groups + 1) * 128, shared)
+    return Kernel.load(code(shape), "gate_up", (shape.groups + 1) * 128, shared)
 
 
 def options(shape: Shape) -> tuple[str, ...]:
@@ -103,11 +106,13 @@ def source(width: int) -> str:
                  : {outputs}
                  : "l"(x), "l"(weight));
 }}"""
-    return SOURCE.read_text().replace("/*MULTIPLY*/", multiply)
+    return SOURCE.read_text(encoding="utf-8").replace("/*MULTIPLY*/", multiply)
 
 
 def tensor_map(matrix: Tensor, rows: int, columns: int, swizzled: bool = True) -> Any:
     """How boxes of bf16 `matrix` [R, C] are loaded and stored; what lies outside of it is 0, and not stored."""
+    from cuda.bindings import driver
+
     swizzle = driver.CUtensorMapSwizzle
     return checked(
         driver.cuTensorMapEncodeTiled(
@@ -129,8 +134,8 @@ def tensor_map(matrix: Tensor, rows: int, columns: int, swizzled: bool = True) -
 def gate_up(x: Tensor, weight: Tensor) -> Tensor:
     """silu(gate) * up of [gate, up] = x @ weight.T for up to MAX_ROWS rows. x: bf16[T, K], weight: bf16[2 * inner, K]
     -> bf16[T, inner]."""
-    rows, inner, device = len(x), len(weight) // 2, x.device.index
-    shape = choose(rows, inner, torch.cuda.get_device_properties(device).multi_processor_count)
+    rows, inner = len(x), len(weight) // 2
+    shape = choose(rows, inner, multiprocessors())
     h = x.new_empty(rows, inner)
     values = (
         tensor_map(x, rows, DEPTH),
@@ -141,5 +146,5 @@ def gate_up(x: Tensor, weight: Tensor) -> Tensor:
         x.shape[1],
     )
     programs = -(-inner // (shape.width // 2))
-    kernel(shape, device).launch(programs, torch.cuda.current_stream().cuda_stream, values, ARGUMENTS)
+    kernel(shape).launch(programs, torch.cuda.current_stream().cuda_stream, values, ARGUMENTS)
     return h

@@ -1,4 +1,4 @@
-"""The largest steps that can come, run once before anything is served.
+"""The largest steps that can come, and some of few tokens, run once before anything is served.
 
 What does not fit into memory then fails at start-up and not under load, and the kernels of eager steps are compiled.
 These steps read and write the dummy block alone.
@@ -19,6 +19,9 @@ from engine.step import Runner, ScoreChunk, SlotStart, StepPlan
 FILTERED = SamplingParams(top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.1)
 """Takes every part of the sampler."""
 
+FEW_TOKENS = (1, 2, 16, 17, 256)
+"""A step of so many tokens may run kernels that no larger one does, and no graph of fewer rows."""
+
 
 def warm_up(runner: Runner, limits: Limits, max_context: int, progress: Progress) -> None:
     """Run the steps of `largest_steps` one by one. max_context: longest sequence, in tokens."""
@@ -29,8 +32,11 @@ def warm_up(runner: Runner, limits: Limits, max_context: int, progress: Progress
 
 
 def largest_steps(limits: Limits, max_context: int) -> Iterator[StepPlan]:
-    """Most tokens in one row, at the end of the longest context, all scored; most rows that sample, filtered and not;
-    decode rows beside a prefill of the rest of the tokens."""
+    """Few tokens in one row; most tokens in one row, at the end of the longest context, all scored; most rows that
+    sample, filtered and not; decode rows beside a prefill of the rest of the tokens."""
+    for few in FEW_TOKENS:
+        if few <= min(limits.max_tokens, max_context - 1):
+            yield _plan([0], 0, [0], [few], SamplingParams())
     chunk = min(limits.max_tokens, max_context - 1)
     yield _plan([0], 0, [max_context - 1 - chunk], [chunk], FILTERED, scored=True)
     rows = min(limits.max_rows, limits.max_tokens)

@@ -11,8 +11,6 @@ from typing import Final
 
 from rollout.command.versions import version_of
 
-PACKAGES: Final = {"flashinfer": "flashinfer", "triton": "triton", "cuda": "cuda-bindings"}
-"""Of the extra `cuda`: what is imported, and what is installed for it."""
 DEVICES: Final = Path("/dev")
 EXTRA: Final = "pip install 'rollout-worker[cuda]' (in a checkout: pip install -e '.[cuda]')"
 
@@ -30,7 +28,9 @@ def lacking() -> str | None:
     torch = version_of("torch")
     if torch is not None and torch.endswith("+cpu"):
         return f"torch {torch} is built without CUDA: install a build of torch with CUDA"
-    missing = [package for name, package in PACKAGES.items() if find_spec(name) is None]
+    missing = [name for name in ("flashinfer", "triton") if find_spec(name) is None]
+    if version_of("cuda-bindings") is None:  # what is imported, `cuda`, is a name that several packages share
+        missing.append("cuda-bindings")
     if missing:
         verb = "is" if len(missing) == 1 else "are"
         return f"{' and '.join(missing)} {verb} not installed: {EXTRA}"

@@ -8,7 +8,7 @@ import torch
 
 from engine.runner.torch_runner import Limits
 from engine.start.progress import WARMING
-from engine.start.warm_up import largest_steps, warm_up
+from engine.start.warm_up import FEW_TOKENS, largest_steps, warm_up
 from tests.engine.plans import LIMITS, load_device, runner_on
 from tests.engine.serve import ask, ids, load, serve
 from tests.rigs import write_rand
@@ -26,6 +26,8 @@ def test_the_steps_reach_every_limit_and_pass_none(limits: Limits, max_context: 
         assert (plan.context_lens + plan.query_lens <= max_context).all()
         assert np.diff(plan.block_indptr).max() <= limits.max_row_blocks
         assert not plan.block_ids.any()
+    few = {plan.num_tokens for plan in plans if plan.num_rows == 1}
+    assert few >= {count for count in FEW_TOKENS if count <= min(limits.max_tokens, max_context - 1)}
     rows = min(limits.max_rows, limits.max_tokens)
     assert max(plan.num_rows for plan in plans) == rows
     assert max((plan.context_lens + plan.query_lens).max() for plan in plans) == max_context - 1
@@ -37,7 +39,7 @@ def test_a_runner_takes_them_and_only_the_dummy_block_is_written(tmp_path: Path)
     device.kv.data[:, :, 0] = 0.0
     told = []
     warm_up(runner_on(device), LIMITS, 704, lambda *what: told.append(what))
-    assert told == [(WARMING, done, 4) for done in (1, 2, 3, 4)]
+    assert told == [(WARMING, done, 9) for done in range(1, 10)]
     assert device.kv.data[:, :, 1:].isnan().all()
     assert device.kv.data[:, :, 0].any()
 

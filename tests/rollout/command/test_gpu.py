@@ -34,21 +34,25 @@ def test_a_gpu_is_a_device_file_that_is_not_hidden(
 @pytest.mark.parametrize(
     ("torch", "installed", "message"),
     [
-        ("2.13.0+cpu", ["cuda", "flashinfer", "triton"], "torch 2.13.0+cpu is built without CUDA"),
-        ("2.11.0+cu130", ["cuda", "triton"], "flashinfer is not installed: pip install 'rollout-worker[cuda]'"),
+        ("2.13.0+cpu", ["cuda-bindings", "flashinfer", "triton"], "torch 2.13.0+cpu is built without CUDA"),
+        (
+            "2.11.0+cu130",
+            ["cuda-bindings", "triton"],
+            "flashinfer is not installed: pip install 'rollout-worker[cuda]'",
+        ),
         (
             "2.11.0+cu130",
             ["flashinfer", "triton"],
             "cuda-bindings is not installed: pip install 'rollout-worker[cuda]'",
         ),
         ("2.11.0", [], "flashinfer and triton and cuda-bindings are not installed: pip install 'rollout-worker[cuda]'"),
-        ("2.11.0+cu130", ["cuda", "flashinfer", "triton"], None),
+        ("2.11.0+cu130", ["cuda-bindings", "flashinfer", "triton"], None),
     ],
 )
 def test_what_is_missing_is_said_with_the_command_that_brings_it(
     monkeypatch: pytest.MonkeyPatch, torch: str, installed: list[str], message: str | None
 ) -> None:
-    monkeypatch.setattr(gpu, "version_of", lambda _: torch)
+    monkeypatch.setattr(gpu, "version_of", {"torch": torch, **dict.fromkeys(installed, "1")}.get)
     monkeypatch.setattr(gpu, "find_spec", lambda name: name if name in installed else None)
     lacking = gpu.lacking()
     assert (lacking is None) == (message is None)
