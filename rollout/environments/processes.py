@@ -52,7 +52,7 @@ class Process:
         self.died: asyncio.Future[str] = loop.create_future()
         self._calls = {READY: self.up}
         self._numbers = itertools.count(READY + 1)
-        self._imported: set[int] = set()
+        self._imports: dict[int, asyncio.Task[None]] = {}
         self._lifeline, theirs = socket.socketpair()
         self._connection, connection = socket.socketpair()
         output, their_output = os.pipe()
@@ -115,15 +115,28 @@ class Process:
     async def imports(self, function: Callable[..., Any]) -> None:
         """Until the module of `function` is there: that takes as long as it takes, and is no part of a call.
 
+        One import for all that wait for it, which cannot be interrupted: whoever gives up leaves it to the others, or
+        the process is killed where nobody else uses it.
         Raises NotImported, ProcessDied.
         """
-        if id(function) in self._imported:
-            return
+        key = id(function)
+        if (importing := self._imports.get(key)) is None:
+            importing = self._imports[key] = asyncio.get_running_loop().create_task(self.run(imported, (function,)))
+            importing.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody may be left to ask
         try:
-            await self.run(imported, (function,))
+            if not importing.done():
+                await asyncio.wait((importing,))
+            importing.result()
+        except asyncio.CancelledError:
+            if self.load <= 1 and not importing.done():
+                self.kill("killed, since an import in it was given up")
+            raise
         except Reported as error:
+            if self._imports.get(key) is importing:  # the next one may be luckier
+                del self._imports[key]
             raise NotImported(f"it cannot be imported in a process: {error}") from error
-        self._imported.add(id(function))
+        finally:
+            del importing  # its error, if it has one, names this frame
 
     def next_kept(self) -> int:
         """A number under which nothing is kept yet."""

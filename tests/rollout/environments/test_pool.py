@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import re
 import signal
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout.environments import stock, warden
+from rollout.environments import processes, stock, warden
 from rollout.environments.frames import MAX_RESULT
 from rollout.environments.pool import NoProcess, Owner, Pool, ProcessDied, Reported
 from rollout.environments.processes import Process
@@ -541,3 +542,60 @@ def test_everything_ends_with_a_worker_that_is_killed(tmp_path: Path) -> None:
         worker.kill()
         worker.wait()
     eventually(lambda: not any(alive(pid) for pid in pids))
+
+
+def test_an_import_that_one_gives_up_goes_on_for_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits in a system call, where nothing can interrupt it."""
+    (tmp_path / "slow_to_import.py").write_text(
+        f"import os, pathlib, time\nif os.getpid() != {os.getpid()}:\n"
+        f"    with pathlib.Path({str(tmp_path / 'begun')!r}).open('a') as file: file.write('x')\n"
+        f"    while not pathlib.Path({str(tmp_path / 'go')!r}).exists(): os.system('sleep 1')\n"
+        "def say(): return 'said'"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    say = importlib.import_module("slow_to_import").say
+
+    async def main(pool: Pool) -> None:
+        async def use() -> str:
+            process = await pool.lease()
+            try:
+                await process.imports(say)
+                return str(await process.run(say))
+            finally:
+                pool.release(process)
+
+        users = [asyncio.ensure_future(use()) for _ in range(3)]
+        await soon((tmp_path / "begun").exists)
+        (process,) = pool.processes
+        users[0].cancel()
+        users[1].cancel()
+        await asyncio.wait(users[:2])
+        await asyncio.sleep(2 * processes.GRACE_S)
+        (tmp_path / "go").touch()
+        assert await users[2] == "said"
+        assert (tmp_path / "begun").read_text() == "x", "it was imported more than once"
+        assert pool.processes == (process,)
+
+    with_pool(main, size=1)
+
+
+def test_an_import_that_nobody_waits_for_any_more_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "never_imported.py").write_text(
+        f"import os, pathlib, time\nif os.getpid() != {os.getpid()}:\n"
+        f"    pathlib.Path({str(tmp_path / 'begun')!r}).touch()\n    time.sleep(600)\n"
+        "def say(): return 'said'"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    say = importlib.import_module("never_imported").say
+
+    async def main(pool: Pool) -> None:
+        process = await pool.lease()
+        importing = asyncio.ensure_future(process.imports(say))
+        await soon((tmp_path / "begun").exists)
+        importing.cancel()
+        await asyncio.wait((importing,))
+        assert process.died.done()
+        pool.release(process)
+        assert await pool.call(foreign.add, (1, 2)) == 3
+
+    with_pool(main, size=1)
