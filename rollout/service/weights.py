@@ -61,7 +61,7 @@ class WeightUpdates:
         if update is None:
             if request.version < self.version and not request.force:
                 raise BadRequest(
-                    f"version {request.version} is below the serving one, {self.version}: count on from it, or force it",
+                    f"version {request.version} is below the serving {self.version}: count on from that, or set force",
                     field="version",
                 )
             self._make_room(request, owner)
