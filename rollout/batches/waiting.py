@@ -31,8 +31,13 @@ class Waiting:
 
     def add(self, member: Member) -> None:
         member.started = False
-        self._members[member] = member.group.waiting[member] = None
-        self._watch(member.group)
+        group = member.group
+        newest = next(reversed(group.waiting), member)
+        self._members[member] = group.waiting[member] = None
+        if member.accepted < newest.accepted:  # it goes on, beside new ones, with what is left of its time
+            group.waiting = dict.fromkeys(sorted(group.waiting, key=lambda one: one.accepted))
+            self._forget(group)
+        self._watch(group)
 
     def remove(self, member: Member) -> None:
         """It starts, ends or is kept."""
@@ -40,7 +45,11 @@ class Waiting:
         member.started = True
         group = member.group
         group.waiting.pop(member, None)
-        if group.deadline is not None and not group.waiting:
+        if not group.waiting:
+            self._forget(group)
+
+    def _forget(self, group: SubmittedGroup) -> None:
+        if group.deadline is not None:
             group.deadline.cancel()
             group.deadline = None
 

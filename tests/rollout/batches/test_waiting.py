@@ -54,6 +54,17 @@ async def test_each_is_overdue_at_its_own_time_and_waits_until_it_is_removed() -
 
 
 @on_loop
+async def test_one_that_goes_on_beside_new_ones_has_only_what_is_left_of_its_time() -> None:
+    queue, overdue = waiting()
+    of = group(60.0)
+    queue.add(member(of, "new"))
+    queue.add(member(of, "resumed", ago=59.95))
+    await soon(lambda: overdue == ["resumed"])
+    assert of.deadline is not None, "the other one is watched no longer"
+    assert [each.id for each in of.waiting] == ["new"]
+
+
+@on_loop
 async def test_a_group_of_which_none_waits_has_no_timer() -> None:
     queue, overdue = waiting()
     of = group(60.0)
