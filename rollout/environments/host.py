@@ -120,8 +120,10 @@ class Host:
 
 
 def _standard_streams() -> bool:
-    """Are they open still? What is opened next would be in their place."""
+    """Are they open still? What is opened next would be in their place. What they hold back is the ended call's."""
     try:
+        for printed in (sys.stdout, sys.stderr):
+            printed.flush()
         return all(os.fstat(stream.fileno()) for stream in (sys.stdin, sys.stdout, sys.stderr))
     except Exception:  # closed, or something else was put there
         return False

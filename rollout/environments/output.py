@@ -37,6 +37,11 @@ class Output:
         self._take()
         return self._kept.decode(errors="replace").strip()
 
+    def forget(self) -> None:
+        """What was printed until now is nothing to whoever comes next."""
+        self._take()
+        self._kept = b""
+
     def close(self) -> None:
         """Whoever wrote is gone. Idempotent."""
         if self._closed:

@@ -89,6 +89,7 @@ class Pool:
                     await process.imports(imports)
             self._calls += 1
             self._waited_s += time.monotonic() - place.since
+            process.forget_output()  # it is that of somebody else's call
             async with asyncio.timeout(deadline):
                 return await process.run(function, args, grace=0.0)
         finally:

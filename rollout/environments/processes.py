@@ -146,6 +146,10 @@ class Process:
         if not self.died.done():
             self._send(Forget(kept))
 
+    def forget_output(self) -> None:
+        """Should it die, what it printed until now is not to be told."""
+        self._output.forget()
+
     def kill(self, reason: str) -> None:
         """And everything that it started. Whoever waits for it gets ProcessDied now."""
         if not self.died.done():

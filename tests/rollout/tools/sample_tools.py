@@ -119,6 +119,14 @@ def say() -> str:
     return f"said in {os.getcwd()}"
 
 
+def mutter(what: str, die: bool) -> str:
+    """Print something, and perhaps die."""
+    print(what, flush=die)
+    if die:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return "muttered"
+
+
 @functools.wraps(wait_quietly)
 def wrapped(seconds: float, say: str = "waited") -> Any:
     """A plain function that returns a coroutine."""

@@ -61,6 +61,18 @@ def test_of_a_death_the_model_reads_nothing_that_is_another_each_time() -> None:
     assert died == Result("fail", "error: the tool did not return: killed by signal 9 (Killed)", "raised")
 
 
+def test_of_a_death_the_model_reads_what_that_call_printed_and_no_other() -> None:
+    """The calls before it in its process were those of other trajectories, and of other clients."""
+    *_, died = called(
+        (sample_tools.mutter, {"what": "a secret", "die": False}),
+        (sample_tools.say, {}),
+        (sample_tools.mutter, {"what": "a secret", "die": False}),
+        (sample_tools.mutter, {"what": "last words", "die": True}),
+    )
+    said = "error: the tool did not return: killed by signal 9 (Killed); the end of its output: last words"
+    assert died == Result("mutter", said, "raised")
+
+
 def slow_module(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> Callable[..., Any]:
     """A tool whose module runs `code` where a process imports it."""
     name = f"slow_{abs(hash(code))}"
