@@ -33,10 +33,10 @@ def test_files_of_flat_and_of_agentic_workloads(tiny: Path, tmp_path: Path, monk
     monkeypatch.setenv("BENCH_COMMIT", "abc")
     monkeypatch.setenv("BENCH_CLEAN", "1")
     names = ["B", "F_t1", "tail", "grpo", "code_localization"]
-    options = ["--shrink", "128", "--runs", "1", "--max-step-tokens", "256", "--json-dir", str(tmp_path)]
+    options = ["--shrink", "512", "--runs", "1", "--max-step-tokens", "256", "--json-dir", str(tmp_path)]
     main(["--weights", str(tiny), "--workload", *names, *options])
     results = {r["workload"]: r for r in (json.loads(f.read_text()) for f in (tmp_path / "rollout-worker").iterdir())}
-    assert results.keys() == {f"{name}_div128" for name in names}
+    assert results.keys() == {f"{name}_div512" for name in names}
     for result in results.values():
         assert set(FIELDS) <= result.keys()
         assert result["forced_length_ok"] is True
@@ -63,12 +63,12 @@ def test_files_of_flat_and_of_agentic_workloads(tiny: Path, tmp_path: Path, monk
         ("grpo", agents),
         ("code_localization", agents),
     ):
-        assert results[f"{name}_div128"]["metrics"].keys() == expected
+        assert results[f"{name}_div512"]["metrics"].keys() == expected
     for name, result in results.items():
-        sampled = workloads()[name.removesuffix("_div128")].shrunk(128).sampled_tokens
+        sampled = workloads()[name.removesuffix("_div512")].shrunk(512).sampled_tokens
         assert result["counters"][0]["sampled_tokens_total"] == sampled
-    assert results["B_div128"]["settings"]["prefix_cache"] is False
-    assert results["grpo_div128"]["settings"]["prefix_cache"] is True
+    assert results["B_div512"]["settings"]["prefix_cache"] is False
+    assert results["grpo_div512"]["settings"]["prefix_cache"] is True
 
 
 def test_the_prefix_cache_serves_later_turns_and_siblings_but_not_the_next_run(engine: Engine) -> None:

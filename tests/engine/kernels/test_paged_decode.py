@@ -32,6 +32,8 @@ def reference(
 def test_equals_softmax_attention(
     device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, lengths: list[int], spare: int
 ) -> None:
+    if device.type == "cpu" and kv_heads == 8 and len(lengths) > 1:
+        pytest.skip("takes long in the interpreter, where three KV heads show the same")
     generator = torch.Generator().manual_seed(sum(lengths))
     held = [-(-length // 16) for length in lengths]
     blocks = sum(held) + 3
@@ -82,8 +84,8 @@ def test_rows_that_share_a_prefix_equal_softmax_attention(
 ) -> None:
     """families: blocks shared and rows that share them. Padding rows follow the real ones, as in a graph."""
     heads, kv_heads, dim = shape
-    if device.type == "cpu" and kv_heads > 1:
-        pytest.skip("takes minutes in the interpreter, where one KV head shows the same")
+    if device.type == "cpu" and (kv_heads > 1 or len(families) > 3):
+        pytest.skip("takes minutes in the interpreter, where one KV head and three families show the same")
     generator = torch.Generator().manual_seed(spare)
     own = torch.randint(1, 150, (sum(n for _, n in families),), generator=generator).tolist()
     fresh = iter(range(1, 10_000))
