@@ -4,6 +4,7 @@ With one, workers of tests run on the CPU all the same, unless a test says other
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -11,3 +12,14 @@ if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 os.environ.setdefault("ROLLOUT_WORKER_DEVICE", "cpu")
+
+
+def pytest_collection() -> None:
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """What five thousand collected tests are made of is garbage to nobody: it is looked through neither while it grows
+    nor, by every test that makes many objects, ever after."""
+    gc.enable()
+    gc.freeze()
