@@ -195,8 +195,8 @@ class Process:
 
     def _take(self, body: bytes) -> None:
         number, returned, self.spoiled = REPLY.unpack_from(body)
-        answer = self._calls.pop(number)
-        if answer.done():
+        answer = self._calls.pop(number, None)
+        if answer is None or answer.done():  # given up, or it came while the process was being ended
             return
         if returned:
             answer.set_result(body[REPLY.size :])
