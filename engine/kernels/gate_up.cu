@@ -1,8 +1,8 @@
 // h = silu(x @ gate.T) * (x @ up.T), rounded once, over up to 256 rows of x, so that the weight passes once.
 //
-// A program multiplies all rows of x, TILES tiles of 64, by WIDTH / 2 rows of gate and the same of up. One thread loads pieces
-// of 64 columns (TMA, 128-byte swizzle) into a ring of STAGES, GROUPS warpgroups multiply them (wgmma). The launch may
-// begin before the one ahead of it has ended: the first pieces of the weight do not depend on it.
+// A program multiplies all rows of x, TILES tiles of 64, by WIDTH / 2 rows of gate and the same of up. One thread loads
+// pieces of 64 columns (TMA, 128-byte swizzle) into a ring of STAGES, GROUPS warpgroups multiply them (wgmma). The launch
+// may begin before the one ahead of it has ended: the first pieces of the weight do not depend on it.
 //
 // Compiled in: TILES, GROUPS, WIDTH, STAGES.
 

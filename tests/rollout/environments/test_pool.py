@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import os
 import re
 import signal
@@ -22,6 +21,7 @@ from rollout.environments.frames import MAX_RESULT
 from rollout.environments.pool import NoProcess, Owner, Pool, ProcessDied, Reported
 from rollout.environments.processes import Process
 from tests.rollout.build import run
+from tests.rollout.elsewhere import say_from
 from tests.rollout.environments import foreign
 from tests.rollout.workers import ROOT, eventually, soon
 
@@ -546,14 +546,11 @@ def test_everything_ends_with_a_worker_that_is_killed(tmp_path: Path) -> None:
 
 def test_an_import_that_one_gives_up_goes_on_for_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits in a system call, where nothing can interrupt it."""
-    (tmp_path / "slow_to_import.py").write_text(
-        f"import os, pathlib, time\nif os.getpid() != {os.getpid()}:\n"
-        f"    with pathlib.Path({str(tmp_path / 'begun')!r}).open('a') as file: file.write('x')\n"
-        f"    while not pathlib.Path({str(tmp_path / 'go')!r}).exists(): os.system('sleep 1')\n"
-        "def say(): return 'said'"
+    code = (
+        f"import pathlib\nwith pathlib.Path({str(tmp_path / 'begun')!r}).open('a') as file: file.write('x')\n"
+        f"while not pathlib.Path({str(tmp_path / 'go')!r}).exists(): os.system('sleep 1')"
     )
-    monkeypatch.syspath_prepend(tmp_path)
-    say = importlib.import_module("slow_to_import").say
+    say = say_from(tmp_path, monkeypatch, code)
 
     async def main(pool: Pool) -> None:
         async def use() -> str:
@@ -580,13 +577,8 @@ def test_an_import_that_one_gives_up_goes_on_for_the_others(tmp_path: Path, monk
 
 
 def test_an_import_that_nobody_waits_for_any_more_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "never_imported.py").write_text(
-        f"import os, pathlib, time\nif os.getpid() != {os.getpid()}:\n"
-        f"    pathlib.Path({str(tmp_path / 'begun')!r}).touch()\n    time.sleep(600)\n"
-        "def say(): return 'said'"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    say = importlib.import_module("never_imported").say
+    begun = f"pathlib.Path({str(tmp_path / 'begun')!r}).touch()"
+    say = say_from(tmp_path, monkeypatch, f"import pathlib, time\n{begun}\ntime.sleep(600)")
 
     async def main(pool: Pool) -> None:
         process = await pool.lease()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from rollout.tools.parse import Call
 from rollout.tools.run import Result, Runner
 from rollout.tools.tool import Tool
 from tests.rollout.build import run
+from tests.rollout.elsewhere import say_from
 from tests.rollout.tools import sample_tools
 
 
@@ -73,29 +72,18 @@ def test_of_a_death_the_model_reads_what_that_call_printed_and_no_other() -> Non
     assert died == Result("mutter", said, "raised")
 
 
-def slow_module(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> Callable[..., Any]:
-    """A tool whose module runs `code` where a process imports it."""
-    name = f"slow_{abs(hash(code))}"
-    (folder / f"{name}.py").write_text(
-        f"import os\nif os.getpid() != {os.getpid()}:\n    {code}\ndef say(): return 'said'"
-    )
-    monkeypatch.syspath_prepend(folder)
-    found: Callable[..., Any] = importlib.import_module(name).say
-    return found
-
-
 def test_the_import_of_a_module_is_no_part_of_a_calls_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    say = slow_module(tmp_path, monkeypatch, "import time; time.sleep(1.5)")
+    say = say_from(tmp_path, monkeypatch, "import time; time.sleep(1.5)")
     assert called((say, {}), (say, {}), deadline_s=1.0) == [Result("say", "said")] * 2
 
 
 def test_a_module_that_no_process_can_import_is_no_tool_that_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    say = slow_module(tmp_path, monkeypatch, "raise OSError('only one may')")
+    say = say_from(tmp_path, monkeypatch, "raise OSError('only one may')")
     with pytest.raises(NotImported, match="it cannot be imported in a process: OSError: only one may"):
         called((say, {}))
-    say = slow_module(tmp_path, monkeypatch, "import time; time.sleep(600)")
+    say = say_from(tmp_path, monkeypatch, "import time; time.sleep(600)")
     with pytest.raises(NoProcess, match=r"within 0\.5 s"):
         called((say, {}), wait_s=0.5)
 
