@@ -89,7 +89,7 @@ class Pool:
                     await process.imports(imports)
             self._calls += 1
             self._waited_s += time.monotonic() - place.since
-            process.forget_output()  # it is that of somebody else's call
+            process.forget_output()  # an import's: the first call in a process is told what all are
             async with asyncio.timeout(deadline):
                 return await process.run(function, args, grace=0.0)
         finally:
@@ -106,7 +106,7 @@ class Pool:
                 if (process := self._least_used()) is None:
                     await asyncio.sleep(RETRY_S)
                     continue
-                process.load += 1
+                process.add_user()
                 try:
                     await process.ready()
                     return process
@@ -162,7 +162,7 @@ class Pool:
             if process is None:
                 return
             self._line.take(place)
-            process.load += 1
+            process.add_user()
             place.got.set_result(process)
 
     def _free(self, *, newcomer: bool) -> Process | None:

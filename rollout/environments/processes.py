@@ -33,7 +33,7 @@ class Process:
     """It inherits nothing of ours but its end of two sockets; its stdin is at its end.
 
     It ends with this process, however that ends, and everything that it started ends with it. Made on the event loop.
-    pid: of the outer of its two processes, once it is up. load: for its users to count; closing: those of them that
+    pid: of the outer of its two processes, once it is up. load: how many use it (`add_user`); closing: those of them that
     have only to close. idle_since: `time.monotonic()`, where there are none. spoiled: its last call left processes that
     still run, or standard streams closed.
     up: ends when it takes calls, and never where it dies before. died: ends with how, when it is gone.
@@ -45,6 +45,7 @@ class Process:
         self.name = name
         self.pid = 0
         self.load = 0
+        self._alone = False
         self.closing = 0
         self.idle_since = 0.0
         self.spoiled = False
@@ -146,6 +147,13 @@ class Process:
         if not self.died.done():
             self._send(Forget(kept))
 
+    def add_user(self) -> None:
+        """One more of `load`. Should it die, nobody is told what was printed before, nor, where they are several, since."""
+        self.load += 1
+        self._alone = self.load == 1
+        if self._alone:
+            self.forget_output()
+
     def forget_output(self) -> None:
         """Should it die, what it printed until now is not to be told."""
         self._output.forget()
@@ -234,7 +242,12 @@ class Process:
     def _how(self, code: int) -> str:
         how = f"killed by signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"ended with exit code {code}"
         said = self._output.tail()
-        return f"{how}; the end of its output: {said}" if said else how
+        if not said:
+            return how
+        if self._alone or not self.up.done():
+            return f"{how}; the end of its output: {said}"
+        log.warning("the end of the output of %s, which several used: %s", self, said)
+        return f"{how}; the worker's log has the end of its output, which may be that of others"
 
     def _end(self, how: str) -> None:
         if self.died.done():

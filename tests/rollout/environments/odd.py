@@ -31,6 +31,7 @@ class Odd(Environment):
 
     def step(self, turn: TurnResult) -> Any:
         self.turns += 1
+        print(self.plan.get("says", ""))  # not flushed: it may still be held back when others print
         wrong = self._go_wrong("step") if turn.index == self.plan.get("turn", 0) else ()
         return wrong if wrong != () else Step(observation=[30], done=turn.index == 2)
 
@@ -67,6 +68,9 @@ def go_wrong(what: str) -> Any:
             time.sleep(600)
         case "burn":
             foreign.burn()
+        case "mutter and kill":
+            print("last words", flush=True)
+            os.kill(os.getpid(), 9)
         case "print":
             foreign.print_for_ever()
         case "none":

@@ -192,6 +192,40 @@ def test_a_process_that_dies_takes_its_own_trajectories_with_it_at_once_and_no_o
     with_registry(main, processes=2)
 
 
+def test_of_a_shared_process_death_nobody_reads_what_others_printed(caplog: pytest.LogCaptureFixture) -> None:
+    """They may be other clients' trajectories. The log has it, and who was alone is told what it printed itself."""
+
+    async def main(registry: Registry) -> None:
+        culprit, neighbour = guard(registry, "Odd"), guard(registry, "Odd")
+        assert not isinstance(await culprit.open(about(stage="step", what="mutter and kill", turn=1), ()), End)
+        assert not isinstance(await neighbour.open(about(says="a secret", stage="step", what="hang", turn=1), ()), End)
+        for played in (culprit, neighbour):
+            assert isinstance(await played.step(TURN, ()), Answer)
+        later = dataclasses.replace(TURN, turn=TURN.turn.model_copy(update={"index": 1}))
+        hanging = asyncio.ensure_future(neighbour.step(later, ()))
+        await asyncio.sleep(0.05)
+        for end in (await culprit.step(later, ()), await hanging):
+            assert isinstance(end, End)
+            assert end.failure is not None
+            assert "killed by signal 9 (Killed); the worker's log has the end of its output" in end.failure.message
+            assert "secret" not in end.failure.message
+            assert "last words" not in end.failure.message
+        logged = [record.getMessage() for record in caplog.records if "which several used" in record.getMessage()]
+        assert len(logged) == 1
+        assert "a secret" in logged[0]
+        assert "last words" in logged[0]
+        for played in (culprit, neighbour):
+            await played.close()
+        # One after the other: each is alone, and what was there before is none of its.
+        assert await play(guard(registry, "Odd"), about(says="a secret")) == Rewards(3.0)
+        end = await play(guard(registry, "Odd"), about(stage="step", what="mutter and kill"))
+        assert isinstance(end, End)
+        assert end.failure is not None
+        assert end.failure.message.endswith("killed by signal 9 (Killed); the end of its output: last words")
+
+    with_registry(main)
+
+
 def test_a_hang_that_nobody_set_a_deadline_for_is_an_error_and_its_process_replaced(tmp_path: Path) -> None:
     async def main(registry: Registry) -> None:
         for stage in ("reset", "step", "finish"):
