@@ -1,14 +1,15 @@
 """What every message is made of: the strict base model, arrays, and the context of a received one.
 
-A message is checked by the same model at both ends. Built in Python it may use lists and numpy scalars, which are
-turned into tuples and plain numbers here; received from the wire nothing is coerced, arrays are still references
-to blobs, and the receiver's limits apply. `Received`, passed as pydantic context, tells the two apart.
+A message is checked by the same model at both ends. Built in Python it may use lists and numbers of numpy or
+torch, which are turned into tuples and plain numbers here; received from the wire nothing is coerced, arrays are still
+references to blobs, and the receiver's limits apply. `Received`, passed as pydantic context, tells the two apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from reprlib import Repr
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar, cast
 
@@ -65,6 +66,12 @@ class Received:
             refuse(f"shape {list(ref.shape)} of {dtype.str} needs {size} bytes, blob {ref.index} has {blob.nbytes}")
         self.taken[ref.index] = 1
         return np.frombuffer(blob, dtype).reshape(ref.shape)
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """What ends the refusal of a name that is not known: `; did you mean ...?`, or nothing where none is like it."""
+    close = get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def refuse(message: str, at: str = "") -> NoReturn:
@@ -143,7 +150,6 @@ class Value(BaseModel):
     """
 
     model_config = ConfigDict(
-        extra="forbid",
         frozen=True,
         strict=True,
         arbitrary_types_allowed=True,
@@ -159,13 +165,11 @@ class Value(BaseModel):
     def _from_either_side(cls, data: Any, info: ValidationInfo) -> Any:
         if not isinstance(data, dict):
             return data
-        if info.context is None:
-            return {name: _local(value) for name, value in data.items()}
-        # Keys are unique, so this leaves at most as many errors as the model has fields.
-        if len(data) > len(cls.__pydantic_fields__):
-            unknown = next(name for name in data if name not in cls.__pydantic_fields__)
-            refuse("unknown field", f".{unknown[:64]}")
-        return data
+        known = cls.__pydantic_fields__
+        if not data.keys() <= known.keys():
+            name = next(name for name in data if name not in known)[:64]
+            refuse(f"unknown field{suggestion(name, known)}", f".{name}")
+        return data if info.context is not None else {name: _local(value) for name, value in data.items()}
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
@@ -195,13 +199,21 @@ _BRIEF.maxtuple = _BRIEF.maxlist = 3
 _BRIEF.maxstring = _BRIEF.maxother = 240
 
 
+def plain(value: Any) -> Any:
+    """What a number may be, everywhere: Python's own, numpy's, or an array or tensor without dimensions that holds one.
+    The latter come back as Python's; what is something else comes back as it is, for its field to refuse."""
+    item = getattr(value, "item", None)
+    return item() if item is not None and getattr(value, "shape", None) == () else value
+
+
 def _local(value: Any, depth: int = 3) -> Any:
-    """Numpy scalars as Python numbers and lists as tuples, so that strict fields take what Python code holds.
+    """Numbers as Python's own and lists as tuples, so that strict fields take what Python code holds.
 
     No field nests deeper than a map of lists; opaque maps look after themselves.
     """
-    if isinstance(value, np.generic):
-        return value.item()
+    if isinstance(value, Value):
+        return value
+    value = plain(value)
     if depth and isinstance(value, list | tuple):
         return tuple(_local(item, depth - 1) for item in value)
     if depth and isinstance(value, dict):

@@ -237,12 +237,11 @@ def bad_request(error: ValidationError, request_id: str = "") -> BadRequest:
     given = first["input"]
     if isinstance(given, Bad):
         message = given.why
-    elif first["type"] == "extra_forbidden":
-        message = "unknown field"
     else:
-        message = first["msg"]
-        if message.startswith("Input should"):  # as everything else here says it, and with what was given
-            message = f"must{message.removeprefix('Input should')}{_given(given)}"
+        # As everything else here says it, and with what was given.
+        message, _, should = first["msg"].partition(" should ")
+        if should:
+            message = f"must {should.replace(' after validation', '')}{_given(given)}"
     refusal = BadRequest(message, field=path.removeprefix(".") or None)
     refusal.request_id = request_id
     return refusal

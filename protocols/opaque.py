@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import GetCoreSchemaHandler, ValidationInfo
 from pydantic_core import CoreSchema, core_schema
 
-from protocols.base import Bad, BlobRef, Received, refuse
+from protocols.base import Bad, BlobRef, Received, plain, refuse
 
 if TYPE_CHECKING:
     from protocols.limits import Limits
@@ -19,8 +19,8 @@ class OpaqueSpec:
     """Pydantic annotation: a map that the wire does not interpret. Plain data, no arrays, bounded when received.
 
     Allowed are None, bool, int (-2**63 to 2**64 - 1), float, str, bytes, lists and maps with string keys; tuples
-    become lists and numpy scalars plain numbers, so that what is echoed equals what was sent. limit: the field of
-    `Limits` that says how large a received one may be.
+    become lists and numbers of numpy or torch plain ones, so that what is echoed equals what was sent. limit: the field
+    of `Limits` that says how large a received one may be.
     """
 
     def __init__(self, limit: str = "max_metadata") -> None:
@@ -58,8 +58,7 @@ class _Plain:
 
     def copy(self, value: Any, at: str, depth: int) -> Any:
         self.size += 1
-        if isinstance(value, np.generic):
-            value = value.item()
+        value = plain(value)
         if isinstance(value, str):
             self.size += _utf8_size(value, at)
         elif isinstance(value, bytes):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,6 +10,7 @@ from typing import Any, Literal, TypedDict, Unpack
 
 import numpy as np
 
+from protocols.base import suggestion
 from protocols.errors import BadRequest
 from protocols.fields import (
     Budget,
@@ -47,7 +49,8 @@ class Law(TypedDict, total=False):
 
 
 def sampling(**law: Unpack[Law]) -> Sampling:
-    """`protocols.fields.Sampling` of the options of a `Law`; without any it is neutral."""
+    """`protocols.fields.Sampling` of the options of a `Law`; without any it is neutral. Raises BadRequest naming one."""
+    _check_names(law, ())
     fields: dict[str, Any] = dict(law)
     bias = mapping(fields.pop("logit_bias", None), "logit_bias")
     if bias:
@@ -124,6 +127,7 @@ class GroupMaker:
 
         Raises BadRequest naming the field. What only the worker knows (vocabulary, limits) is checked by `submit`.
         """
+        _check_names(law, inspect.signature(GroupMaker.group).parameters)
         if whole(n, "n") < 1:
             raise BadRequest(f"must be at least 1, not {n}", field="n")
         if (prompt_ids is None) == (messages is None):
@@ -175,6 +179,13 @@ class GroupMaker:
         )
 
 
+def _check_names(law: Mapping[str, Any], others: Iterable[str]) -> None:
+    """Raises BadRequest for what is no option of a `Law`. others: names that may have been meant besides."""
+    for name in law:
+        if name not in Law.__annotations__:
+            raise BadRequest(f"unknown field{suggestion(name, [*Law.__annotations__, *others])}", field=name)
+
+
 def _environment(
     environment: str | Environment | None,
     config: Mapping[str, Any] | None,
@@ -184,8 +195,8 @@ def _environment(
         if config is not None or script is not None:
             raise BadRequest("an Environment holds its own config and script", field="environment")
         return environment
-    name = environment or "scripted"
-    if not isinstance(name, str):
+    name = "scripted" if environment is None else environment
+    if not isinstance(name, str) or not name:
         raise BadRequest("must be a name (its configuration goes into config=) or an Environment", field="environment")
     if script is not None and name != "scripted":
         raise BadRequest(f"environment {name!r} takes no script", field="script")

@@ -1,19 +1,21 @@
 """What a caller hands over, to what messages hold; what is something else is refused by the name of its argument.
 
-A number is what Python or numpy calls one: 2.0, True and "2" are no integers, and "2" is no number.
+What a number may be says `protocols.base.plain`. 2.0, True and "2" are no integers; "2" and True are no numbers, but a
+score may be True.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from math import isfinite, nan
 from numbers import Integral, Real
+from sys import float_info
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import ValidationError
 
+from protocols.base import plain
 from protocols.codec import bad_request
 from protocols.errors import BadRequest
 from protocols.fields import Value
@@ -65,30 +67,28 @@ def _integers(values: Any, dtype: type[D], kinds: str, field: str) -> npt.NDArra
 
 def whole(value: Any, field: str) -> int:
     """Raises BadRequest naming `field`."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
+    found = plain(value)
+    if isinstance(found, bool) or not isinstance(found, Integral):
         raise BadRequest(f"must be an integer, not {_shown(value)}", field=field)
-    return int(value)
+    return int(found)
 
 
 def number(value: Any, field: str) -> float:
-    """A score, which may be a bool or an array of one number too. Raises BadRequest naming `field`."""
-    try:
-        found = nan if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError):
-        found = nan
-    if not isfinite(found):
+    """A score, which may be a bool too: an answer is right or not. Raises BadRequest naming `field`."""
+    found = plain(value)
+    if not isinstance(found, Real) or not abs(found) <= float_info.max:
         raise BadRequest(f"must be a finite number, not {_shown(value)}", field=field)
-    return found
+    return float(found)
 
 
 def seconds(value: Any, field: str) -> float:
     """How long something may take. Raises BadRequest naming `field`."""
-    if isinstance(value, bool) or not isinstance(value, Real):
+    found = plain(value)
+    if isinstance(found, bool) or not isinstance(found, Real):
         raise BadRequest(f"must be a number of seconds, not {_shown(value)}", field=field)
-    found = float(value)
     if not found > 0:
-        raise BadRequest(f"must be positive, not {value}", field=field)
-    return found
+        raise BadRequest(f"must be positive, not {found}", field=field)
+    return float(found)
 
 
 def several(values: Any, field: str) -> tuple[Any, ...]:
@@ -96,7 +96,7 @@ def several(values: Any, field: str) -> tuple[Any, ...]:
     `field`."""
     if isinstance(values, str | Value):
         return (values,)
-    if isinstance(values, Mapping | bytes) or not isinstance(values, Iterable):
+    if isinstance(values, Mapping | bytes) or not isinstance(values, Iterable) or plain(values) is not values:
         raise BadRequest(f"must be a list, not {_shown(values)}", field=field)
     return tuple(values)
 

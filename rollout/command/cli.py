@@ -12,10 +12,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from protocols.base import suggestion
 from rollout.command.config import WorkerConfig
 from rollout.command.config_file import write_config
 from rollout.command.logs import set_up_logs
-from rollout.command.options import OptionError, Options, read_options, suggestion
+from rollout.command.options import OptionError, Options, read_options
 from rollout.command.parser import COMMANDS, NAME, build_parser, flags
 from rollout.command.start import Loaded, StartError, run_worker
 from rollout.command.versions import ours

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final
 
 from pydantic import ValidationError
 from pydantic_settings import EnvSettingsSource
 
+from protocols.base import suggestion
 from rollout.command.config import WorkerConfig, flag
 from rollout.command.config_file import ConfigFileError, read_file
 
@@ -75,11 +75,6 @@ def check_variables(environ: Mapping[str, str]) -> None:
             continue
         if not (SERVICE_LINK.search(name) or (name.endswith("_PORT") and SERVICE_URL.match(value))):
             raise OptionError(f"the environment has {name}, which is no option{suggestion(name.upper(), known)}")
-
-
-def suggestion(name: str, known: Iterable[str]) -> str:
-    close = get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _file_variable() -> Path | None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from protocols import Group, Hello, Record, Sampling, Score, encode
+from protocols import BadRequest, Group, Hello, Limits, Record, Sampling, Score, bad_request, decode_request, encode
+from protocols.base import suggestion
 from tests.protocols import samples
 from tests.protocols.samples import floats, ids
 
@@ -17,11 +19,50 @@ def group(**fields: Any) -> Group:
     return Group(id="g", prompt=ids(1, 2), trajectory_ids=("t",), **fields)
 
 
-def test_python_code_may_use_lists_and_numpy_scalars() -> None:
+def test_python_code_may_use_lists_and_numbers_of_numpy() -> None:
     sampling = Sampling(stop=["a"], stop_ids=[np.int64(3)], temperature=np.float32(0.5), top_k=np.int32(5))
     assert sampling == Sampling(stop=("a",), stop_ids=(3,), temperature=0.5, top_k=5)
     assert type(sampling.stop_ids[0]) is int
     assert type(sampling.temperature) is float
+
+
+class Tensor:
+    """What plain numbers look like in torch, which the wire does not import."""
+
+    def __init__(self, value: Any, *shape: int) -> None:
+        self.value, self.shape = value, shape
+
+    def item(self) -> Any:
+        return self.value
+
+
+def test_an_array_without_dimensions_is_the_number_that_it_holds() -> None:
+    sampling = Sampling(stop_ids=[np.array(3), Tensor(4)], temperature=np.array(0.5), top_k=Tensor(5))
+    assert sampling == Sampling(stop_ids=(3, 4), temperature=0.5, top_k=5)
+    metadata = group(metadata={"a": np.array(1), "b": [{"c": {"d": {"e": Tensor(2.5)}}}]}).metadata
+    assert metadata == {"a": 1, "b": [{"c": {"d": {"e": 2.5}}}]}
+    for wrong in ({"top_k": np.array([5])}, {"top_k": Tensor(5, 1)}, {"top_k": Tensor(True)}, {"top_p": np.array("1")}):
+        with pytest.raises(ValidationError):
+            Sampling(**wrong)
+
+
+@pytest.mark.parametrize(("name", "said"), [("tpo_p", "unknown field; did you mean top_p?"), ("zzz", "unknown field")])
+def test_an_unknown_field_is_refused_by_name_on_both_sides_with_what_it_may_have_meant(name: str, said: str) -> None:
+    with pytest.raises(ValidationError) as local:
+        Sampling(**{name: 1})
+    header, *blobs = encode(Score(id="1", sequences=(ids(1),)))
+    misspelt = msgpack.unpackb(header) | {"sampling": {name: 1}}
+    with pytest.raises(BadRequest) as received:
+        decode_request([msgpack.packb(misspelt), *blobs], Limits())
+    assert (bad_request(local.value).message, bad_request(local.value).field) == (said, name)
+    assert (received.value.message, received.value.field) == (said, f"sampling.{name}")
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "text"), [("bnid", ["bind", "device"], "; did you mean bind?"), ("zzz", ["bind"], "")]
+)
+def test_suggestions(name: str, known: list[str], text: str) -> None:
+    assert suggestion(name, known) == text
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def test_every_field_of_every_request_is_strict(kind: str) -> None:
 def test_every_reply_refuses_an_unknown_field(kind: str) -> None:
     frames = encode(samples.REPLIES[kind])
     header = msgpack.unpackb(frames[0]) | {"later": 1}
-    with pytest.raises(BadRequest, match=r"unknown field \[later\]"):
+    with pytest.raises(BadRequest, match=r"unknown field.* \[later\]"):
         decode_reply([msgpack.packb(header), *frames[1:]], LIMITS)
 
 

@@ -68,9 +68,11 @@ FIELDS = [
 
 def refusals(model: type[Value], name: str, value: Any, context: Received | None = None) -> list[Any]:
     """Errors of this field; others are missing, which is not looked at."""
-    with pytest.raises(ValidationError) as caught:
-        model.model_validate({name: value, "?": 0}, context=context)
-    return [error for error in caught.value.errors() if error["loc"][0] == name]
+    try:
+        model.model_validate({name: value}, context=context)
+    except ValidationError as caught:
+        return [error for error in caught.errors() if error["loc"][:1] == (name,)]
+    return []
 
 
 def test_the_fields_are_found() -> None:

@@ -195,6 +195,7 @@ def test_an_environment_may_be_given_whole(group: Callable[..., Group]) -> None:
         ({"config": {"hidden": 3}}, "config"),
         ({"environment": Environment(), "script": [[1]]}, "environment"),
         ({"environment": {"name": "x"}}, "environment"),
+        ({"environment": ""}, "environment"),
         ({"script": [turn([1]), [1.5]]}, "script[1]"),
         ({"script": [1, 2]}, "script[0]"),
     ],
@@ -203,6 +204,22 @@ def test_what_is_wrong_is_named(group: Callable[..., Group], options: dict[str, 
     with pytest.raises(BadRequest) as refusal:
         group(**({"prompt_ids": [1]} | options))
     assert field in (refusal.value.field or "")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("temprature", "temperature"), ("logit_biass", "logit_bias"), ("max_turn", "max_turns"), ("prompt", "prompt_ids")],
+)
+def test_a_misspelt_option_is_told_what_it_may_have_meant(group: Callable[..., Group], name: str, meant: str) -> None:
+    with pytest.raises(BadRequest, match=rf"^unknown field; did you mean {meant}\? \[{name}\]$"):
+        group([1], **{name: 1})
+
+
+def test_a_law_of_its_own_knows_no_option_of_a_group() -> None:
+    with pytest.raises(BadRequest, match=r"did you mean min_p\?"):
+        sampling(min_pp=0.5)  # type: ignore[call-arg]
+    with pytest.raises(BadRequest, match=r"^unknown field \[script\]$"):
+        sampling(script=[[1]])  # type: ignore[call-arg]
 
 
 def test_a_law_has_the_options_of_the_wire() -> None:

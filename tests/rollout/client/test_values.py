@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocols import BadRequest, Turn, TurnDone, WeightsPrepared
+from protocols import BadRequest, ConnectionLost, Turn, TurnDone, WeightsPrepared
 from rollout.client import RolloutClient, sampling, turn
 from rollout.client.values import int32, mapping, number, seconds, several, uint8, whole
 
@@ -57,14 +59,17 @@ INTEGERS: Table = [
     ("min_complete", lambda c, v: c.submit(c.group([1]), min_complete=v)),
     ("max_retries", lambda c, v: c.submit(c.group([1]), max_retries=v)),
     ("max_tokens", lambda c, v: c.continue_(DONE, max_tokens=v)),
-    ("version", lambda c, v: c.prepare_weights("weights", v)),
-    ("version", lambda c, v: c.update_weights("weights", v)),
+    ("version", lambda c, v: c.prepare_weights("weights", v, timeout=0.1)),
+    ("version", lambda c, v: c.update_weights("weights", v, timeout=0.1)),
     ("version", lambda c, v: c.push_weights({}, v)),
 ]
+FLOATS: Table = of_group(
+    *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+)
 SECONDS: Table = [
     *of_group("turn_deadline_s", "tool_deadline_s", "trajectory_deadline_s"),
     ("drain_timeout", lambda c, v: c.drain(v)),
-    ("drain_timeout", lambda c, v: c.commit_weights(PREPARED, drain_timeout=v)),
+    ("drain_timeout", lambda c, v: c.commit_weights(PREPARED, drain_timeout=v, timeout=0.1)),
     ("timeout", lambda c, v: c.ping(timeout=v)),
     ("timeout", lambda c, v: c.connect(timeout=v)),
     ("timeout", lambda c, v: c.score([[1]], timeout=v)),
@@ -110,6 +115,19 @@ def test_only_integers_are_integers(client: RolloutClient, name: str, ask: Ask, 
         assert refused(client, ask, form) == name
 
 
+@pytest.mark.parametrize(("name", "ask"), [*INTEGERS, *FLOATS, *SECONDS, *SCORES])
+def test_one_rule_for_numbers(client: RolloutClient, name: str, ask: Ask) -> None:
+    """An array or a tensor without dimensions is the number that it holds; one with dimensions is none."""
+    kind = np.int64 if (name, ask) in INTEGERS else np.float32
+    one = 1 if kind is np.int64 else 0.0625
+    for value in (one, kind(one), np.array(one, kind), torch.tensor(one)):
+        # Nobody is there: what waits for a worker has got past its arguments.
+        with contextlib.suppress(ConnectionLost):
+            ask(client, value)
+    for value in (np.array([one], kind), np.array([], kind), np.array("1")):
+        assert refused(client, ask, value) == name
+
+
 @pytest.mark.parametrize(("name", "ask"), SECONDS)
 @pytest.mark.parametrize("value", [True, "2", 0, -1.5, float("nan"), [2], np.float64(0)])
 def test_seconds_are_positive_numbers(client: RolloutClient, name: str, ask: Ask, value: Any) -> None:
@@ -117,13 +135,13 @@ def test_seconds_are_positive_numbers(client: RolloutClient, name: str, ask: Ask
 
 
 @pytest.mark.parametrize(("name", "ask"), SCORES)
-@pytest.mark.parametrize("value", ["1.5", b"1", [1, 2], float("nan"), {}])
+@pytest.mark.parametrize("value", ["1.5", b"1", [1, 2], float("nan"), -float("inf"), 10**400, {}])
 def test_scores_are_numbers(client: RolloutClient, name: str, ask: Ask, value: Any) -> None:
     assert refused(client, ask, value) == name
 
 
 @pytest.mark.parametrize(("name", "ask"), LISTS)
-@pytest.mark.parametrize("value", [7, 2.5, True, {"a": 1}, b"ab"])
+@pytest.mark.parametrize("value", [7, 2.5, True, {"a": 1}, b"ab", np.array(7)])
 def test_lists_are_lists(client: RolloutClient, name: str, ask: Ask, value: Any) -> None:
     assert refused(client, ask, value) == name
 
@@ -136,7 +154,7 @@ def test_maps_are_maps(client: RolloutClient, name: str, ask: Ask, value: Any) -
 
 def test_every_number_of_a_call_is_tried() -> None:
     """A new argument does not come without a refusal."""
-    tried = {name.partition("[")[0] for name, _ in (*INTEGERS, *SECONDS, *SCORES)}
+    tried = {name.partition("[")[0] for name, _ in (*INTEGERS, *FLOATS, *SECONDS, *SCORES)}
     calls = [member for name, member in inspect.getmembers(RolloutClient, callable) if not name.startswith("_")]
     for call in [RolloutClient, *calls]:
         for name, parameter in inspect.signature(call).parameters.items():

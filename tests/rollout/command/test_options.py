@@ -9,7 +9,7 @@ import pytest
 
 from rollout.command.cli import main
 from rollout.command.config import WorkerConfig
-from rollout.command.options import OptionError, check_variables, read_options, suggestion
+from rollout.command.options import OptionError, check_variables, read_options
 
 
 @pytest.fixture(autouse=True)
@@ -183,13 +183,6 @@ def test_a_variable_that_is_no_option_is_refused(environ: dict[str, str], messag
 )
 def test_options_other_names_and_what_kubernetes_adds_are_let_be(environ: dict[str, str]) -> None:
     check_variables(environ)
-
-
-@pytest.mark.parametrize(
-    ("name", "known", "text"), [("bnid", ["bind", "device"], "; did you mean bind?"), ("zzz", ["bind"], "")]
-)
-def test_suggestions(name: str, known: Any, text: str) -> None:
-    assert suggestion(name, known) == text
 
 
 def test_a_misspelt_command_is_corrected_too(capsys: pytest.CaptureFixture[str]) -> None:
