@@ -126,9 +126,10 @@ sys.meta_path.insert(0, Blocker())
 """
 
 
-def with_the_client_alone(code: str) -> subprocess.CompletedProcess[str]:
-    """Run where nothing is installed but what the package takes without an extra, and what that takes."""
-    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+def with_the_client_alone(code: str, more: set[str] = frozenset()) -> subprocess.CompletedProcess[str]:
+    """Run where nothing is installed but what the package takes without an extra, and what that takes. more: packages
+    that are there besides, with what they take."""
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"] + [*more]
     found: set[str] = set()
     while wanted:
         requirement = Requirement(wanted.pop())
@@ -162,6 +163,33 @@ with RolloutClient("tcp://127.0.0.1:9", timeout=0.1) as client:
 """
     )
     assert (done.stdout, done.stderr) == ("asked\n", "")
+
+
+@pytest.mark.parametrize(("more", "lacks"), [(set(), "torch"), ({"torch"}, "safetensors")])
+def test_a_push_says_what_it_takes_more(more: set[str], lacks: str) -> None:
+    """torch: of a trainer, which has it."""
+    done = with_the_client_alone(
+        """
+import asyncio
+from protocols.errors import RolloutError
+from rollout.client import AsyncRolloutClient, NotInstalled, RolloutClient
+with RolloutClient("tcp://127.0.0.1:9", timeout=0.1) as client:
+    try:
+        client.push_weights({}, 1)
+    except NotInstalled as error:
+        print(error, isinstance(error, RolloutError), isinstance(error, ImportError))
+async def main():
+    async with AsyncRolloutClient("tcp://127.0.0.1:9", timeout=0.1) as client:
+        try:
+            await client.push_weights({}, 1)
+        except NotInstalled as error:
+            print(error.code)
+asyncio.run(main())
+""",
+        more,
+    )
+    said = f"push_weights needs torch and safetensors, and {lacks} is not installed: pip install {lacks}"
+    assert (done.stdout, done.stderr) == (f"{said} True True\nnot_installed\n", "")
 
 
 def test_a_worker_says_what_it_takes_more() -> None:

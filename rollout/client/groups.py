@@ -49,7 +49,7 @@ class Law(TypedDict, total=False):
 
 
 def sampling(**law: Unpack[Law]) -> Sampling:
-    """`protocols.fields.Sampling` of the options of a `Law`; without any it is neutral. Raises BadRequest naming one."""
+    """`protocols.fields.Sampling` of the options of a `Law`; without any it is neutral. Raises BadRequest."""
     _check_names(law, ())
     fields: dict[str, Any] = dict(law)
     bias = mapping(fields.pop("logit_bias", None), "logit_bias")

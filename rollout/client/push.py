@@ -15,10 +15,12 @@ import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from protocols.errors import BadRequest, RolloutError, WeightsInvalid
+from rollout.client.errors import NotInstalled
 
 if TYPE_CHECKING:
     import torch
@@ -107,6 +109,17 @@ class PushedWeights:
         root = base / self._folder
         self._roots.add(root)
         return root
+
+
+def check_installed() -> None:
+    """Raises NotInstalled where what a live model is written with is not there."""
+    for module in ("torch", "safetensors.torch"):
+        try:
+            import_module(module)
+        except ModuleNotFoundError as error:
+            raise NotInstalled(
+                f"push_weights needs torch and safetensors, and {error.name} is not installed: pip install {error.name}"
+            ) from None
 
 
 def write_weights(weights: Weights, folder: Path, *, shard_bytes: int = SHARD_BYTES) -> None:

@@ -7,7 +7,6 @@ score may be True.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from numbers import Integral, Real
 from sys import float_info
 from typing import Any, TypeVar
 
@@ -68,15 +67,15 @@ def _integers(values: Any, dtype: type[D], kinds: str, field: str) -> npt.NDArra
 def whole(value: Any, field: str) -> int:
     """Raises BadRequest naming `field`."""
     found = plain(value)
-    if isinstance(found, bool) or not isinstance(found, Integral):
+    if isinstance(found, bool) or not isinstance(found, int):
         raise BadRequest(f"must be an integer, not {_shown(value)}", field=field)
-    return int(found)
+    return found
 
 
 def number(value: Any, field: str) -> float:
     """A score, which may be a bool too: an answer is right or not. Raises BadRequest naming `field`."""
     found = plain(value)
-    if not isinstance(found, Real) or not abs(found) <= float_info.max:
+    if not isinstance(found, int | float) or not abs(found) <= float_info.max:
         raise BadRequest(f"must be a finite number, not {_shown(value)}", field=field)
     return float(found)
 
@@ -84,7 +83,7 @@ def number(value: Any, field: str) -> float:
 def seconds(value: Any, field: str) -> float:
     """How long something may take. Raises BadRequest naming `field`."""
     found = plain(value)
-    if isinstance(found, bool) or not isinstance(found, Real):
+    if isinstance(found, bool) or not isinstance(found, int | float):
         raise BadRequest(f"must be a number of seconds, not {_shown(value)}", field=field)
     if not found > 0:
         raise BadRequest(f"must be positive, not {found}", field=field)

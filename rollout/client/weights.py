@@ -15,7 +15,7 @@ from protocols.replies import Ok, WeightsCommitted, WeightsPrepared
 from protocols.requests import AbortWeightsRequest, CommitWeightsRequest, PrepareWeightsRequest
 from rollout.client.call import Call
 from rollout.client.core import Core
-from rollout.client.push import PushedWeights
+from rollout.client.push import PushedWeights, check_installed
 from rollout.client.values import mapping, seconds, whole
 from rollout.client.waiting import Steps
 
@@ -126,9 +126,10 @@ class WeightCalls:
 
         Written is a folder of this client in `directory`, which appears when it is whole and goes when the next push
         serves, when the update is refused, and when the client is closed. Raises, beside what `update_weights`
-        raises, WeightsInvalid for a tensor that cannot be handed over (a shard, another dtype, an adapter's) and
-        OSError; the old weights serve on.
+        raises, WeightsInvalid for a tensor that cannot be handed over (a shard, another dtype, an adapter's), OSError,
+        and NotInstalled; the old weights serve on.
         """
+        check_installed()
         whole(version, "version")  # the worker is not asked before all of them are written
         yield self._core.greeted(None)
         path = yield self._work(partial(self._pushed.write, weights, version, directory), self._pushed.remove)
