@@ -3,6 +3,7 @@
 messages     checked, in the one form that templates take
 accept       those of a submit
 template     as transformers renders it
+sandbox      what one may do
 marks        text that no template takes for control tokens
 follow       what stands between two turns, and the proof of it
 format       both together: a checkpoint's chat format

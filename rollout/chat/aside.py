@@ -13,7 +13,9 @@ RENDER_S = 120.0
 PLACES = 2
 """How many render at once. Hundreds of turns end in one step, and as many threads would keep the loop from running."""
 QUICK_S = 0.25
-"""What takes longer gives its place to the next: one that does not end holds up nobody else."""
+"""What takes longer gives its place to the next, and goes on."""
+THREADS = 16
+"""With those that went on: fewer that do not end hold up nobody else, and so few still let the loop run."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -24,23 +26,26 @@ class Aside:
 
     def __init__(self) -> None:
         self._places = asyncio.Semaphore(PLACES)
+        self._threads = asyncio.Semaphore(THREADS)
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """`function(*args)` on a thread of its own, interrupted after RENDER_S or where the caller is cancelled.
+        """`function(*args)` on a thread of its own, interrupted RENDER_S after its start, or where its caller is.
 
-        Raises what it raises, and TimeoutError. What is at work in a library written in C notices an interruption only
-        when that returns: it is left behind.
+        How long it may wait for its start is the caller's to say. Raises what the function raises, and TimeoutError.
+        What is at work in a library written in C notices an interruption only when that returns: it is left behind.
         """
         call: Call | None = None
-        try:
-            async with asyncio.timeout(RENDER_S):
+        async with self._threads:
+            try:
                 async with self._places:
                     call = Call(lambda: function(*args, **kwargs))
-                    await asyncio.wait({call.task}, timeout=QUICK_S)
-                await asyncio.wait({call.task})
-        finally:
-            if call is not None and not call.task.done():
-                call.interrupt()
+                    await asyncio.wait({call.task}, timeout=min(QUICK_S, RENDER_S))
+                await asyncio.wait({call.task}, timeout=RENDER_S - QUICK_S)
+                if not call.task.done():
+                    raise TimeoutError
+            finally:
+                if call is not None and not call.task.done():
+                    call.interrupt()
         outcome = call.task.result()
         try:
             if isinstance(outcome, Raised):

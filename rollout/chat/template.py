@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
-
-from jinja2 import TemplateError, nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from typing import Any
 
 from rollout.chat.errors import ChatError
 from rollout.chat.messages import Message
+from rollout.chat.sandbox import Sandbox
 
 CONFIG = "tokenizer_config.json"
 FILE = "chat_template.jinja"
@@ -95,47 +90,8 @@ class ChatTemplate:
     @cached_property
     def _compiled(self) -> dict[str, Any]:
         """On first use: a checkpoint whose template is broken still serves whoever sends ids."""
-        environment = _environment()
+        environment = Sandbox()
         try:
             return {name: environment.from_string(source) for name, source in self._source.items()}
         except Exception as error:
             raise ChatError(f"the checkpoint's chat template does not compile: {error}") from error
-
-
-class _Generation(Extension):
-    """`{% generation %}...{% endgeneration %}`, which marks what an assistant says: rendered as if not there."""
-
-    tags = {"generation"}  # noqa: RUF012 (jinja2's own form)
-
-    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = _now
-    return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Jinja's own escapes `<`, `>` and `&` for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
-def _raise(message: str) -> NoReturn:
-    raise TemplateError(message)

@@ -12,7 +12,7 @@ import pytest
 
 from protocols.fields import Record
 from rollout.chat import aside
-from rollout.chat.aside import PLACES, Aside
+from rollout.chat.aside import PLACES, THREADS, Aside
 from rollout.client import RolloutClient
 from rollout.environments.base import Context, Environment, TurnResult
 from rollout.tools.environment import ToolEnvironment
@@ -20,7 +20,7 @@ from tests.rollout.chat.test_wire import Chatty, only, served
 from tests.rollout.chat.tiny import THINKING, chat
 from tests.rollout.timed_engine import TimedEngine
 from tests.rollout.tools.play import play, run
-from tests.rollout.workers import eventually, worker
+from tests.rollout.workers import eventually, soon, worker
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 SLOW_WHEN_SAID = (
@@ -97,6 +97,55 @@ def test_few_are_at_it_at_once_and_one_that_does_not_end_gives_its_place(monkeyp
         assert await asyncio.gather(*held) == [True] * PLACES
 
     run(body())
+
+
+def test_the_wait_for_a_place_is_no_part_of_the_time_that_it_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand turns end at once: the last waits long, and takes no longer than the first."""
+    monkeypatch.setattr(aside, "RENDER_S", 0.25)
+
+    async def body() -> None:
+        here, began = Aside(), time.monotonic()
+        await asyncio.gather(*(here.run(time.sleep, 0.05) for _ in range(24)))
+        assert time.monotonic() - began > 2 * aside.RENDER_S
+
+    run(body())
+
+
+def test_a_wait_for_a_place_can_be_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aside, "QUICK_S", 60.0)
+
+    async def body() -> None:
+        here, stuck = Aside(), threading.Event()
+        held = [asyncio.ensure_future(here.run(stuck.wait)) for _ in range(PLACES)]
+        await soon(lambda: len(threads()) == PLACES)
+        begun: list[int] = []
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await here.run(begun.append, 1)
+        stuck.set()
+        await asyncio.gather(*held)
+        await here.run(begun.append, 2)
+        assert begun == [2]
+
+    run(body())
+
+
+def test_many_that_do_not_end_are_no_more_threads_than_the_loop_can_bear(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aside, "QUICK_S", 0.001)
+
+    async def body() -> None:
+        here, stuck = Aside(), threading.Event()
+        held = [asyncio.ensure_future(here.run(stuck.wait)) for _ in range(2 * THREADS)]
+        await soon(lambda: len(threads()) == THREADS)
+        await asyncio.sleep(0.05)
+        assert len(threads()) == THREADS
+        for task in held[:THREADS]:
+            task.cancel()
+        stuck.set()
+        assert await asyncio.gather(*held[THREADS:]) == [True] * THREADS
+
+    run(body())
+    eventually(lambda: not threads())
 
 
 # From turn to turn.
