@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from sys import float_info
 from typing import Any
 
 from engine.errors import WeightsIncomplete, WeightsInvalid
@@ -145,13 +146,13 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
         raise _invalid("quantization_config", "quantised checkpoints are not supported")
     if raw.get("partial_rotary_factor", 1.0) not in (1.0, None):
         raise _invalid("partial_rotary_factor", f"only 1.0 is supported, not {raw['partial_rotary_factor']!r}")
-    if "sliding_attention" in (raw.get("layer_types") or ()):
-        raise _invalid("layer_types", "sliding-window attention is not supported")
-    if any(kind != "full_attention" for kind in raw.get("layer_types") or ()):
-        raise _invalid("layer_types", f"only full_attention is supported, not {sorted(set(raw['layer_types']))}")
+    kinds = raw.get("layer_types") or []
+    for kind in kinds if isinstance(kinds, list) else [kinds]:
+        if kind != "full_attention":
+            raise _invalid("layer_types", f"only full_attention is supported, not {kind!r}")
     # Without layer_types a window is in use from layer `max_window_layers` on (28 where it is left out).
     windowed = raw.get("use_sliding_window") and raw.get("sliding_window", 4096) is not None
-    if windowed and not raw.get("layer_types") and raw.get("max_window_layers", 28) < _count(raw, "num_hidden_layers"):
+    if windowed and not kinds and _count(raw, "max_window_layers", 28) < _count(raw, "num_hidden_layers"):
         raise _invalid("use_sliding_window", "sliding-window attention is not supported")
 
 
@@ -212,7 +213,7 @@ def _number(raw: Mapping[str, Any], name: str, default: float | None = None) -> 
     value = default if value is None else value
     if value is None:
         raise _invalid(name, "is missing")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= float_info.max:
         raise _invalid(name, f"must be a positive number, not {value!r}")
     return float(value)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from hashlib import file_digest
 from math import prod
@@ -42,14 +42,27 @@ class Files:
 
 
 def find_files(path: Path) -> Files:
-    """`path` is a safetensors file, or a directory with one, or with shards and their index."""
+    """`path` is a safetensors file, or a directory with one, or with shards and their index.
+
+    Raises `WeightsIncomplete` or `WeightsInvalid`.
+    """
+    with _looking_at(path):
+        return _find_files(path)
+
+
+@contextmanager
+def _looking_at(path: Path) -> Iterator[None]:
+    """What the file system refuses (a directory of somebody else, a name too long) is no fault of ours."""
     try:
-        is_file, is_directory = path.is_file(), path.is_dir()
+        yield
     except OSError as error:
         raise WeightsIncomplete(f"{path}: cannot be looked at: {error.strerror}", field=path.name) from error
-    if is_file:
+
+
+def _find_files(path: Path) -> Files:
+    if path.is_file():
         return Files((path,), None)
-    if not is_directory:
+    if not path.is_dir():
         raise WeightsIncomplete(f"{path}: there is no such file or directory", field=path.name)
     if (path / INDEX).exists():
         home = _read_index(path / INDEX)
@@ -129,10 +142,12 @@ def _read_tensors(
 
 def _check_other_file(path: Path, name: str, checksum: str) -> None:
     """The checksum of a small file beside the weights; that of a weights file comes with reading it."""
-    if Path(name).name != name or not (path / name).is_file():
-        raise WeightsInvalid(f"{path}: a checksum is given for {name}, which is no file of it", field=name)
-    with (path / name).open("rb") as file:
-        check_sum(path / name, file_digest(file, "sha256").hexdigest(), checksum)
+    with _looking_at(path / name):
+        if Path(name).name != name or not (path / name).is_file():
+            raise WeightsInvalid(f"{path}: a checksum is given for {name}, which is no file of it", field=name)
+        with (path / name).open("rb") as file:
+            found = file_digest(file, "sha256").hexdigest()
+    check_sum(path / name, found, checksum)
 
 
 def _read_index(index: Path) -> dict[str, Path]:

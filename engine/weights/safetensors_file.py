@@ -56,8 +56,9 @@ class SafetensorsFile:
         try:
             # Non-blocking, so that a pipe in a file's place is an error and not a wait for a writer.
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError as error:
-            raise WeightsIncomplete(f"{path}: cannot be opened: {error.strerror}", field=path.name) from error
+        except (OSError, ValueError) as error:  # the latter: a name that no file can have
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise WeightsIncomplete(f"{path}: cannot be opened: {reason}", field=path.name) from error
         try:
             self._status = os.fstat(self._fd)
             if not stat.S_ISREG(self._status.st_mode):
@@ -97,10 +98,17 @@ class SafetensorsFile:
         check_sum(self.path, found.hexdigest(), expected)
 
     def check_unchanged(self) -> None:
-        """After the last read: the file has not changed under us."""
+        """After the last read: the file has not changed under us, nor another taken its place. What was read of it is
+        whole even then, but other shards may have been read of other weights."""
         now = os.fstat(self._fd)
         if (now.st_size, now.st_mtime_ns) != (self._status.st_size, self._status.st_mtime_ns):
             raise self.incomplete("was written to while it was read")
+        try:
+            there = os.stat(self.path)
+        except OSError as error:
+            raise self.incomplete(f"went away while it was read: {error.strerror}") from error
+        if not os.path.samestat(there, now):
+            raise self.incomplete("was replaced while it was read")
 
     def incomplete(self, message: str) -> WeightsIncomplete:
         return WeightsIncomplete(f"{self.path}: {message}", field=self.path.name)
@@ -154,7 +162,7 @@ class SafetensorsFile:
     def _entry(self, name: str, raw: Any, data: int) -> Entry:
         try:
             dtype, shape, (start, stop) = raw["dtype"], tuple(raw["shape"]), raw["data_offsets"]
-            sound = all(isinstance(n, int) and n >= 0 for n in (*shape, start, stop))
+            sound = isinstance(dtype, str) and all(isinstance(n, int) and n >= 0 for n in (*shape, start, stop))
         except (KeyError, TypeError, ValueError):
             raise self.invalid(f"tensor {name}: malformed header entry {raw!r}") from None
         if not sound or dtype not in ITEMSIZE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -143,6 +144,27 @@ def test_other_scalings_are_refused_by_name(name: str, kind: Any) -> None:
 )
 def test_what_would_change_the_function_is_refused(changes: dict[str, Any], field: str) -> None:
     assert refusal(**changes).field == field
+
+
+ODD = [
+    *(None, True, False, 0, -1, 1, 2.5, float("nan"), float("inf"), 10**30, 10**400, "", "a", "1"),
+    *([], [1], ["a"], [None], [{}, []], ["full_attention", 3], {}, {"a": {}}),
+    *({"rope_type": []}, {"type": {}}, {"rope_type": "llama3", "factor": 10**400}, {"rope_theta": 10**400}),
+]
+OPTIONAL = ["mlp_bias", "layer_types", "sliding_window", "max_window_layers", "rope_parameters", "quantization_config"]
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("name", [*RandModel().config(), *OPTIONAL, "partial_rotary_factor", "use_sliding_window"])
+def test_whatever_stands_there_is_understood_or_refused_by_name(architecture: str, name: str) -> None:
+    """Not by the error of the first operation that it does not bear, which would name nothing."""
+    windowed = {"use_sliding_window": True, "max_window_layers": 0}
+    for value in ODD:
+        for others in ({}, windowed if name != "use_sliding_window" else {"max_window_layers": 0}):
+            with contextlib.suppress(WeightsInvalid):
+                parse_model_config(raw(architecture, **{**others, name: value}))
+            with contextlib.suppress(WeightsInvalid):
+                parse_model_config(raw(architecture), {"eos_token_id": value})
 
 
 @pytest.mark.parametrize(

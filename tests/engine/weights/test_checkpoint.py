@@ -218,6 +218,7 @@ HEADER_FAULTS: dict[str, Callable[[dict[str, dict[str, object]]], object]] = {
     "negative": lambda h: h["model.norm.weight"].update(shape=[-64]),
     "no dtype": lambda h: h["model.norm.weight"].pop("dtype"),
     "odd dtype": lambda h: h["model.norm.weight"].update(dtype="F31"),
+    "list for a dtype": lambda h: h["model.norm.weight"].update(dtype=["F32"]),
     "text offsets": lambda h: h["model.norm.weight"].update(data_offsets="ab"),
     "no entry": lambda h: h.update({"model.norm.weight": 3}),  # type: ignore[dict-item]
 }
@@ -393,6 +394,7 @@ def test_checksums_that_do_not_match(sharded: Path) -> None:
         assert good[name] in str(error)
     for name in ("model-00004-of-00003.safetensors", "../three/config.json"):
         assert refusal(sharded, WeightsInvalid, checksums=good | {name: "sha256:" + "0" * 64}).field == name
+    assert "name too long" in str(refusal(sharded, WeightsIncomplete, checksums={"x" * 300: "sha256:"}))
 
 
 def test_one_flipped_bit_is_seen_by_the_checksum_alone(sharded: Path) -> None:

@@ -51,6 +51,24 @@ def test_a_file_written_to_after_it_was_opened(file: Path) -> None:
             source.check_unchanged()
 
 
+def test_a_file_that_another_has_taken_the_place_of(file: Path) -> None:
+    other = file.with_name("other")
+    other.write_bytes(file.read_bytes())
+    with SafetensorsFile(file) as source:
+        other.replace(file)
+        with pytest.raises(WeightsIncomplete, match="was replaced") as caught:
+            source.check_unchanged()
+        assert caught.value.field == file.name
+        file.unlink()
+        with pytest.raises(WeightsIncomplete, match="went away while it was read: No such file"):
+            source.check_unchanged()
+
+
+def test_a_name_that_no_file_can_have(tmp_path: Path) -> None:
+    with pytest.raises(WeightsIncomplete, match="cannot be opened"):
+        SafetensorsFile(tmp_path / "a\0b")
+
+
 def test_the_file_is_closed_whatever_happens(file: Path) -> None:
     before = set(os.listdir("/proc/self/fd"))
     with pytest.raises(RuntimeError), SafetensorsFile(file):

@@ -200,6 +200,29 @@ def test_a_checkpoint_that_is_not_whole_leaves_the_old_weights_serving(first: Pa
         load(path)
 
 
+def test_shards_of_two_steps_are_not_taken_for_one_set(first: Path, tmp_path: Path) -> None:
+    """A trainer that writes its next step over a directory that is being read."""
+    loaded = load(first)
+    before, digest = reply(loaded, "before"), loaded.weights.digest
+    path, newer = (
+        write_rand(tmp_path / "three", W2, shards=3),
+        write_rand(tmp_path / "newer", RandModel(seed=9), shards=3),
+    )
+    last = "model-00003-of-00003.safetensors"
+
+    def replace(*_: object) -> None:
+        if (newer / last).exists():
+            (newer / last).replace(path / last)
+
+    with pytest.raises(WeightsIncomplete, match="was replaced while it was read") as caught:
+        loaded.weights.prepare(str(path), 2, progress=replace)
+    assert caught.value.field == last
+    with pytest.raises(WeightsError, match="nothing is prepared"):
+        loaded.weights.commit()
+    assert loaded.weights.digest == digest
+    assert_equal(reply(loaded, "after"), before, 1e-5)
+
+
 def test_a_config_of_another_function_is_refused(first: Path, second: Path) -> None:
     """Same shapes, another rope: the weights would fit, and mean something else."""
     config = json.loads((second / "config.json").read_text())
