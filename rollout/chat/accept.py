@@ -1,15 +1,16 @@
-"""Submitted messages become prompts: once a group, before it is accepted."""
+"""Submitted messages become prompts: once a group, before it is accepted. Its environment says what it takes."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from protocols.errors import BadRequest
 from protocols.fields import Environment, Group
 from protocols.requests import SubmitBatch
-from rollout.chat.aside import RENDER_S
+from rollout.chat.aside import RENDER_S, Aside
 from rollout.chat.errors import ChatError
 from rollout.chat.format import ChatFormat
 from rollout.chat.messages import checked_prompt, checked_tools, from_json
@@ -18,23 +19,51 @@ from rollout.environments.errors import describe
 
 log = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Resolve = Callable[[Environment], object]
 """What makes a group's environments; see Registry."""
 
 
-def has_messages(submit: SubmitBatch) -> bool:
-    return any(group.messages is not None for group in submit.groups)
+@dataclass(frozen=True, slots=True)
+class Said:
+    """By the class of a group's environment. tools: those of the submit, where it names some."""
+
+    roles: Sequence[Any]
+    tools: Sequence[Any]
 
 
-async def prompts_in_time(submit: SubmitBatch, chat: ChatFormat | None, resolve: Resolve) -> SubmitBatch:
+async def asked_in_time(submit: SubmitBatch, resolve: Resolve, aside: Aside) -> list[Said]:
+    """`ask` beside the event loop, for it may import and run others' code. Raises BadRequest like that, and where it
+    takes longer than RENDER_S."""
+    try:
+        return await aside.run(ask, submit, resolve)
+    except TimeoutError:
+        names = ", ".join(sorted({group.environment.name for group in submit.groups}))
+        raise BadRequest(
+            f"to import the classes of {names}, and what these say of themselves (`tool_schemas`, `chat_roles`), took "
+            f"longer than {RENDER_S:g} s",
+            field="groups",
+        ) from None
+
+
+def ask(submit: SubmitBatch, resolve: Resolve) -> list[Said]:
+    """What each group's environment takes. Safe to run on a thread. Raises BadRequest, naming the group's field: an
+    environment that is unknown, refuses its configuration, or goes on in messages where none are submitted."""
+    return [_at(i, _ask, group, resolve) for i, group in enumerate(submit.groups)]
+
+
+async def prompts_in_time(submit: SubmitBatch, chat: ChatFormat | None, said: Sequence[Said]) -> SubmitBatch:
     """`with_prompts` beside the event loop. Raises BadRequest like that, and where it takes longer than RENDER_S."""
+    at = next((i for i, group in enumerate(submit.groups) if group.messages is not None), None)
+    if at is None:
+        return submit
     if chat is None:
-        at = next(i for i, group in enumerate(submit.groups) if group.messages is not None)
         raise BadRequest(
             "the checkpoint has no chat template (or no tokenizer.json): send a prompt", field=f"groups[{at}].messages"
         )
     try:
-        return await chat.aside.run(with_prompts, submit, chat, resolve)
+        return await chat.aside.run(with_prompts, submit, chat, said)
     except TimeoutError:
         raise BadRequest(
             f"to make prompts of these messages took longer than {RENDER_S:g} s: they are too long for one submit, or "
@@ -43,12 +72,12 @@ async def prompts_in_time(submit: SubmitBatch, chat: ChatFormat | None, resolve:
         ) from None
 
 
-def with_prompts(submit: SubmitBatch, chat: ChatFormat, resolve: Resolve) -> SubmitBatch:
+def with_prompts(submit: SubmitBatch, chat: ChatFormat, said: Sequence[Said]) -> SubmitBatch:
     """The same with the prompt of every group that has messages, and its messages and tools in the templates' form.
 
-    Safe to run on a thread. Raises BadRequest, naming the group's field: what the template does not take, and, where
-    the environment goes on with messages, what it could not append after a sampled turn; or that of a record that goes
-    on: what are no messages.
+    said: of each group. Safe to run on a thread. Raises BadRequest, naming the group's field: what the template does
+    not take, and, where the environment goes on with messages, what it could not append after a sampled turn; or that
+    of a record that goes on: what are no messages.
     """
     for i, record in enumerate(submit.partials):
         if record.partial is not None and record.partial.messages is not None:
@@ -57,23 +86,42 @@ def with_prompts(submit: SubmitBatch, chat: ChatFormat, resolve: Resolve) -> Sub
             except ChatError as error:
                 field = f"partials[{i}].partial.{error.field}"
                 raise BadRequest(error.message, field=field) from None
-    groups = []
-    for i, group in enumerate(submit.groups):
-        try:
-            groups.append(group if group.messages is None else _with_prompt(group, chat, resolve))
-        except BadRequest as error:
-            raise BadRequest(error.message, field=f"groups[{i}].{error.field}") from None
-    return submit.model_copy(update={"groups": tuple(groups)})
+    groups = tuple(
+        group if group.messages is None else _at(i, _with_prompt, group, chat, of)
+        for i, (group, of) in enumerate(zip(submit.groups, said, strict=True))
+    )
+    return submit.model_copy(update={"groups": groups})
 
 
-def declared(environment: Environment, factory: object, name: str) -> tuple[Any, ...]:
+def _at(index: int, function: Callable[Concatenate[Group, P], T], group: Group, *args: P.args, **kwargs: P.kwargs) -> T:
+    try:
+        return function(group, *args, **kwargs)
+    except BadRequest as error:
+        raise BadRequest(error.message, field=f"groups[{index}].{error.field}") from None
+
+
+def _ask(group: Group, resolve: Resolve) -> Said:
+    environment = group.environment
+    factory = resolve(environment)
+    roles = _declared(environment, factory, "chat_roles")
+    if group.messages is None:
+        if roles:
+            raise BadRequest(f"environment {environment.name!r} goes on in messages: submit messages", field="prompt")
+        return Said((), ())
+    return Said(roles, group.tools or _declared(environment, factory, "tool_schemas"))
+
+
+def _declared(environment: Environment, factory: object, name: str) -> tuple[Any, ...]:
     """What an environment's class says of itself, for its configuration; () where it says nothing.
 
     Raises BadRequest where that fails: a class checks its configuration there.
     """
     found = getattr(said_by(factory), name, ())
     try:
-        return tuple((found(environment.config) if callable(found) else found) or ())
+        said = (found(environment.config) if callable(found) else found) or ()
+        if isinstance(said, str):
+            raise TypeError(f"{name} said {said!r}, not a tuple")
+        return tuple(said)
     except BadRequest:
         raise
     except BaseException as error:  # a SystemExit would end the event loop
@@ -81,17 +129,15 @@ def declared(environment: Environment, factory: object, name: str) -> tuple[Any,
         raise BadRequest(f"environment {environment.name!r}: {describe(error)}", field="environment.config") from None
 
 
-def _with_prompt(group: Group, chat: ChatFormat, resolve: Resolve) -> Group:
-    factory = resolve(group.environment)
+def _with_prompt(group: Group, chat: ChatFormat, said: Said) -> Group:
     messages = checked_prompt(group.messages or ())
-    tools = checked_tools(group.tools or declared(group.environment, factory, "tool_schemas"))
+    tools = checked_tools(said.tools)
     form = chat.form(tools, group.template.options)
     prompt = form.prompt(messages)
-    roles = declared(group.environment, factory, "chat_roles")
-    if roles:
+    if said.roles:
         form.opens_reasoning()  # here, where it may take its time: an environment asks on the event loop
     if group.template.on_unstable == "refuse":
-        for role in roles:
+        for role in said.roles:
             for together in ((role,), (role, role)) if role == "tool" else ((role,),):
                 try:
                     form.prove(together)

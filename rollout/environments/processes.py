@@ -33,8 +33,8 @@ class Process:
     """It inherits nothing of ours but its end of two sockets; its stdin is at its end.
 
     It ends with this process, however that ends, and everything that it started ends with it. Made on the event loop.
-    pid: of the outer of its two processes, once it is up. load: how many use it (`add_user`); closing: those of them that
-    have only to close. idle_since: `time.monotonic()`, where there are none. spoiled: its last call left processes that
+    pid: of the outer of its two processes, once it is up. load: how many use it; closing: those of them that have
+    only to close. idle_since: `time.monotonic()`, where there are none. spoiled: its last call left processes that
     still run, or standard streams closed.
     up: ends when it takes calls, and never where it dies before. died: ends with how, when it is gone.
     """
@@ -148,7 +148,7 @@ class Process:
             self._send(Forget(kept))
 
     def add_user(self) -> None:
-        """One more of `load`. Should it die, nobody is told what was printed before, nor, where they are several, since."""
+        """One more of `load`. Of its death none is told what was printed before, nor, where they are several, since."""
         self.load += 1
         self._alone = self.load == 1
         if self._alone:

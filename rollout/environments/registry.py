@@ -12,7 +12,7 @@ from typing import Any
 
 from protocols import fields
 from protocols.errors import BadRequest
-from rollout.environments.base import Environment, EnvironmentFactory
+from rollout.environments.base import Environment, EnvironmentFactory, said_by
 from rollout.environments.checks import BadAnswer, check_class
 from rollout.environments.errors import describe
 from rollout.environments.isolated import Isolated
@@ -103,6 +103,14 @@ class Registry:
         """
         factory = self._factory(environment)
         return dataclasses.replace(factory, owner=owner) if isinstance(factory, Placed) else factory
+
+    def at_hand(self, environment: fields.Environment) -> bool:
+        """Is nothing of others' to be imported for it, nor to be called, before it is known what it takes?"""
+        name = environment.name
+        if name not in self._plugins:
+            return name not in self._installed
+        says = said_by(self._plugins[name])
+        return not any(callable(getattr(says, said, None)) for said in ("chat_roles", "tool_schemas"))
 
     def _factory(self, environment: fields.Environment) -> EnvironmentFactory:
         name = environment.name

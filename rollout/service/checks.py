@@ -13,7 +13,6 @@ from protocols.fields import Environment, Group, Limits, ModelInfo, Sampling
 from protocols.requests import Score, SubmitBatch
 from rollout.batches.partials import check_partials
 from rollout.batches.record_size import largest_record
-from rollout.chat.accept import declared
 from rollout.environments.checks import outside_of
 
 CAPABILITIES = ("scripted", "remote", "plugins", "chat", "early_cut", "resume", "score", "drain", "abort")
@@ -36,7 +35,7 @@ def check_submit(
         if whole and (submit.min_complete or 0) > len(group.trajectory_ids) + group.counted:
             raise BadRequest(f"is more than the samples of groups[{i}]", field="min_complete")
         try:
-            _check_group(group, model, limits, resolve)
+            _check_group(group, model, limits)
         except (BadRequest, PromptTooLong) as error:
             raise type(error)(error.message, field=f"groups[{i}].{error.field}") from None
     check_partials(submit, model=model, resolve=resolve)
@@ -63,7 +62,7 @@ def check_score(score: Score, *, model: ModelInfo, limits: Limits) -> None:
     _check_sampling(score.sampling, model)
 
 
-def _check_group(group: Group, model: ModelInfo, limits: Limits, resolve: Callable[[Environment], object]) -> None:
+def _check_group(group: Group, model: ModelInfo, limits: Limits) -> None:
     length, source = len(group.prompt), "prompt" if group.messages is None else "messages"
     if length >= model.max_context:
         raise PromptTooLong(
@@ -74,12 +73,6 @@ def _check_group(group: Group, model: ModelInfo, limits: Limits, resolve: Callab
         raise BadRequest(f"{total} leaves no room after a prompt of {length}", field="budget.max_total_tokens")
     _check_ids(group.prompt, source, model)
     _check_sampling(group.sampling, model)
-    try:
-        factory = resolve(group.environment)
-    except BadRequest as error:
-        raise BadRequest(error.message, field="environment.name") from None
-    if group.messages is None and declared(group.environment, factory, "chat_roles"):
-        raise BadRequest(f"environment {group.environment.name!r} goes on in messages: submit messages", field="prompt")
     for k, turn in enumerate(group.environment.script):
         for name, ids in (("glue", turn.glue), ("observation", turn.observation)):
             if ids is not None:

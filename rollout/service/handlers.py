@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from protocols import requests
 from protocols.errors import EngineDead, Internal, NotReady, Overloaded, Paused, RolloutError, ShuttingDown
 from protocols.replies import ErrorReply, Ok, Pong, ReplyMessage, Welcome, WorkerStatus
-from rollout.chat.accept import has_messages, prompts_in_time
+from rollout.chat.accept import ask, asked_in_time, prompts_in_time
+from rollout.chat.aside import Aside
 from rollout.service.checks import CAPABILITIES, check_submit, lacking
 from rollout.wire.outbox import Event
 from rollout.wire.sessions import Connection
@@ -31,6 +32,7 @@ Call = Coroutine[Any, Any, ReplyMessage | None]
 class Handlers:
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._asking = Aside()
         self._handlers: dict[type[requests.RequestMessage], Handler] = {
             requests.SubmitBatch: self._submit,
             requests.Continue: self._continue,
@@ -100,15 +102,18 @@ class Handlers:
 
     def _submit(self, connection: Connection, request: requests.SubmitBatch) -> None:
         self._refuse_new_work()
-        if has_messages(request):
-            self._spawn(connection, request, lambda: self._submit_chat(connection, request))
-        else:
+        environments = self._service.environments
+        if all(group.messages is None and environments.at_hand(group.environment) for group in request.groups):
+            ask(request, environments.resolve)
             self._accept(connection, request)
+        else:
+            self._spawn(connection, request, lambda: self._submit_aside(connection, request))
 
-    async def _submit_chat(self, connection: Connection, request: requests.SubmitBatch) -> None:
+    async def _submit_aside(self, connection: Connection, request: requests.SubmitBatch) -> None:
         """To render thousands of messages takes a second: that is no time to stop everything else for."""
         service = self._service
-        rendered = await prompts_in_time(request, service.chat, service.environments.resolve)
+        said = await asked_in_time(request, service.environments.resolve, self._asking)
+        rendered = await prompts_in_time(request, service.chat, said)
         self._refuse_new_work()
         self._accept(connection, rendered)
 

@@ -151,7 +151,7 @@ def test_a_repeat_is_the_same_even_where_the_template_prints_the_time(monkeypatc
     clock = iter(range(1000))
     dated = "{{ strftime_now('%Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"
     template = ChatTemplate({"default": dated})
-    monkeypatch.setattr("rollout.chat.template._now", lambda form: f"{form}{next(clock)}")
+    monkeypatch.setattr("rollout.chat.sandbox._now", lambda form: f"{form}{next(clock)}")
     group = {"id": "g", "messages": [USER], "trajectory_ids": ["t"], "sampling": {"max_tokens": 4}}
     with (
         worker(TimedEngine(), what=served(ChatFormat(template, tokenizer()))) as thread,
@@ -371,6 +371,55 @@ def test_a_range_without_end_is_refused_by_the_sandbox() -> None:
     endless = chat("{% for i in range(10**9) %}{% endfor %}")
     with pytest.raises(ChatError, match="Range too big"):
         endless.form().prompt([USER])
+
+
+class Hanging(Chatty):
+    """Says what it takes when it is let go."""
+
+    let_go = threading.Event()
+    asked = threading.Semaphore(0)
+
+    @classmethod
+    def chat_roles(cls, config: Any) -> tuple[str, ...]:  # type: ignore[override]
+        cls.asked.release()
+        assert cls.let_go.wait(config["seconds"])
+        return ()
+
+
+@pytest.mark.parametrize("given", [{"messages": [USER]}, {"prompt_ids": [1, 2]}])
+def test_a_class_that_does_not_say_what_it_takes_holds_up_nobody(
+    given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Hanging.let_go.clear()
+    with worker(TimedEngine(), what=served(chat(), hanging=Hanging)) as thread:
+        with RolloutClient(thread.address) as client, RolloutClient(thread.address) as other:
+            batches: list[Any] = []
+            group = client.group(environment="hanging", config={"seconds": 60.0}, max_tokens=4, **given)
+            asking = threading.Thread(target=lambda: batches.append(client.submit(group)))
+            asking.start()
+            assert Hanging.asked.acquire(timeout=10)
+            for _ in range(3):
+                other.ping(timeout=5)
+                assert only(other, messages=[USER]).ok
+            Hanging.let_go.set()
+            asking.join()
+            assert [t.status for t in batches[0]] == ["truncated"]
+        Hanging.let_go.clear()
+        monkeypatch.setattr(aside, "RENDER_S", 0.1)
+        with RolloutClient(thread.address) as client:
+            with pytest.raises(BadRequest, match="hanging, and what these say of themselves") as refused:
+                client.submit(client.group(environment="hanging", config={"seconds": 0.3}, **given))
+            assert refused.value.field == "groups"
+            assert only(client, prompt_ids=[1, 2]).ok
+    eventually(lambda: not [t for t in threading.enumerate() if t.name == "environment"])
+
+
+def test_a_class_that_says_a_text_where_it_should_say_several_is_told() -> None:
+    plugin = type("Texting", (Chatty,), {"chat_roles": classmethod(lambda _cls, _config: "user")})
+    with worker(TimedEngine(), what=served(chat(), texting=plugin)) as thread, RolloutClient(thread.address) as client:
+        with pytest.raises(BadRequest, match="chat_roles said 'user', not a tuple") as refused:
+            only(client, environment="texting", messages=[USER])
+        assert refused.value.field == "groups[0].environment.config"
 
 
 @pytest.mark.parametrize("error", [ValueError("config.x must be 1 or 2"), KeyError("x"), SystemExit(3)])

@@ -103,9 +103,11 @@ def test_an_entry_point_is_imported_when_it_is_asked_for() -> None:
     good = EntryPoint("good", "rollout.environments.remote:Remote", ENTRY_POINTS)
     broken = EntryPoint("broken", "no.such.module:Class", ENTRY_POINTS)
     registry = Registry({}, (good, broken))
+    assert not registry.at_hand(fields.Environment(name="good")), "an import takes its time"
     assert registry.names == ("broken", "good", "remote", "scripted")
     assert registry.resolve(fields.Environment(name="good")) is Remote
     assert registry.resolve(fields.Environment(name="good")) is Remote
+    assert registry.at_hand(fields.Environment(name="good"))
     with pytest.raises(BadRequest, match=r"'broken' cannot be imported.*no"):
         registry.resolve(fields.Environment(name="broken"))
 

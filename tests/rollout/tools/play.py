@@ -9,7 +9,7 @@ from typing import Any
 from engine.request import Completion, Request
 from protocols.fields import Budget, Environment, Group, Record, Sampling, Template
 from protocols.requests import SubmitBatch
-from rollout.chat.accept import with_prompts
+from rollout.chat.accept import ask, with_prompts
 from rollout.chat.format import ChatFormat
 from rollout.environments.pool import NOBODY, Owner, Pool
 from rollout.generation.async_engine import AsyncEngine
@@ -43,7 +43,7 @@ def rendered(group: Group, make: Any, jinja: str = THINKING) -> Group:
 
 def rendered_by(form: ChatFormat, group: Group, make: Any) -> Group:
     submit = SubmitBatch(id="1", batch_id="b", groups=(group,))
-    (made,) = with_prompts(submit, form, lambda _: make).groups
+    (made,) = with_prompts(submit, form, ask(submit, lambda _: make)).groups
     return made
 
 

@@ -23,7 +23,7 @@ from engine.handles.thread import ThreadEngine
 from engine.request import Completion, Request, SamplingParams
 from protocols.fields import SOURCE_SAMPLED, Budget, Environment, Group, ModelInfo, Record, Sampling, Template
 from protocols.requests import SubmitBatch
-from rollout.chat.accept import with_prompts
+from rollout.chat.accept import ask, with_prompts
 from rollout.environments.base import Context, Step, TurnResult
 from rollout.environments.base import Environment as Base
 from rollout.generation.async_engine import AsyncEngine
@@ -109,7 +109,7 @@ def group(how: str, seed: int) -> tuple[Group, Any]:
         environment=Environment(name="talker"),
     )
     submit = SubmitBatch(id="1", batch_id="b", groups=(made,))
-    return with_prompts(submit, form, lambda _: Talker).groups[0], form
+    return with_prompts(submit, form, ask(submit, lambda _: Talker)).groups[0], form
 
 
 async def run_one(engine: Books, of: Group, form: Any, index: int, chance: random.Random | None) -> Record:

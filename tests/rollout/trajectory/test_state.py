@@ -23,7 +23,7 @@ from protocols.fields import Group, Limits, Partial, Record, Sampling, Segment
 from protocols.replies import TrajectoryDone, TurnDone
 from protocols.requests import Continue, SubmitBatch
 from rollout.batches.partials import check_partials
-from rollout.chat.accept import with_prompts
+from rollout.chat.accept import ask, with_prompts
 from rollout.environments.base import Context, Environment, EnvironmentFactory, Step, TurnResult
 from rollout.environments.registry import Registry
 from rollout.generation.async_engine import AsyncEngine
@@ -210,7 +210,7 @@ class Worker:
 
     def accepted(self, group: Group, before: Record | None = None) -> Group:
         submit = SubmitBatch(id="1", batch_id="b", groups=(group,), partials=() if before is None else (before,))
-        submit = with_prompts(submit, self.form, self.resolve)
+        submit = with_prompts(submit, self.form, ask(submit, self.resolve))
         check_partials(submit, model=CONTEXT, resolve=self.resolve)
         return submit.groups[0]
 

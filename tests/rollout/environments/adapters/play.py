@@ -7,7 +7,7 @@ from typing import Any
 
 from protocols.fields import Budget, Environment, Group, ModelInfo, Record, Sampling
 from protocols.requests import SubmitBatch
-from rollout.chat.accept import with_prompts
+from rollout.chat.accept import ask, with_prompts
 from rollout.environments.base import EnvironmentFactory
 from rollout.environments.isolated import Isolated
 from rollout.environments.registry import Registry
@@ -57,7 +57,8 @@ def play(
             environment=Environment(name="x", config=dict(config)),
             budget=Budget(**changes.pop("budget", {})),
         )
-        submit = with_prompts(SubmitBatch(id="s", batch_id="b", groups=(asked,)), form, registry.resolve)
+        submit = SubmitBatch(id="s", batch_id="b", groups=(asked,))
+        submit = with_prompts(submit, form, ask(submit, registry.resolve))
         engine = AsyncEngine(StubEngine(reply))
         await engine.start()
         try:
