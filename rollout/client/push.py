@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from protocols.errors import BadRequest, RolloutError, WeightsInvalid
 from rollout.client.errors import NotInstalled
+from rollout.client.values import absolute
 
 if TYPE_CHECKING:
     import torch
@@ -58,8 +59,9 @@ class PushedWeights:
         path = self._root(directory) / f"{next(self._numbers):06d}-version-{version}"
         partial = path.with_name(f".{path.name}")
         try:
-            path.parent.mkdir(mode=0o700 if directory is None else 0o777, exist_ok=True)
-            partial.mkdir()
+            with self._lock:  # nobody takes the folder away between the two
+                path.parent.mkdir(mode=0o700 if directory is None else 0o777, exist_ok=True)
+                partial.mkdir()
             write_weights(weights, partial)
             partial.rename(path)
         except BaseException:
@@ -86,7 +88,7 @@ class PushedWeights:
 
     def remove(self, path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
-        with suppress(OSError):  # another push is in it
+        with self._lock, suppress(OSError):  # another push is in it
             path.parent.rmdir()
 
     def close(self) -> None:
@@ -103,7 +105,7 @@ class PushedWeights:
                 " Name a directory that both see",
                 field="directory",
             )
-        base = Path(directory or tempfile.gettempdir()).absolute()
+        base = Path(tempfile.gettempdir() if directory is None else absolute(directory, "directory"))
         if not base.is_dir():
             raise BadRequest(f"is no directory here: {base}. Make it where the worker sees it too", field="directory")
         root = base / self._folder
@@ -183,6 +185,8 @@ def hf_tensors(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
             raise WeightsInvalid(
                 f"{given} is sharded over processes: gather it with full_tensor(), on all of them", field=name
             )
+        if tensor.layout is not torch.strided:
+            raise WeightsInvalid(f"{given} is {str(tensor.layout).removeprefix('torch.')}, not dense", field=name)
         if tensor.is_meta:
             raise WeightsInvalid(f"{given} is on the meta device, so it has no values", field=name)
         if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):

@@ -6,6 +6,7 @@ score may be True.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from sys import float_info
 from typing import Any, TypeVar
@@ -105,6 +106,22 @@ def mapping(values: Any, field: str) -> dict[str, Any]:
     if values is not None and not isinstance(values, Mapping):
         raise BadRequest(f"must be a map, not {_shown(values)}", field=field)
     return dict(values or {})
+
+
+def one_of(value: Any, words: tuple[str, ...], field: str) -> None:
+    """Raises BadRequest naming `field`."""
+    if value not in words:
+        raise BadRequest(f"must be {' or '.join(map(repr, words))}, not {_shown(value)}", field=field)
+
+
+def absolute(path: Any, field: str, hint: str = "") -> str:
+    """A path that does not depend on this process's working directory, which may be another's than the worker's.
+    Raises BadRequest naming `field`: an empty text, of a variable that is not set, would be that directory itself."""
+    if not isinstance(path, str | os.PathLike):
+        raise BadRequest(f"must be a path, not {type(path).__name__}{hint}", field=field)
+    if path == "":
+        raise BadRequest("must not be empty", field=field)
+    return os.path.abspath(path)
 
 
 def _shown(value: Any) -> str:

@@ -8,15 +8,15 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
-from protocols.errors import BadRequest, RolloutError
+from protocols.errors import RolloutError
 from protocols.replies import Ok, WeightsCommitted, WeightsPrepared
 from protocols.requests import AbortWeightsRequest, CommitWeightsRequest, PrepareWeightsRequest
 from rollout.client.call import Call
 from rollout.client.core import Core
 from rollout.client.push import PushedWeights, check_installed
-from rollout.client.values import mapping, seconds, whole
+from rollout.client.values import absolute, mapping, one_of, seconds, whole
 from rollout.client.waiting import Steps
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 Path = str | os.PathLike[str]
 Mode = Literal["drain", "abort", "keep_kv", "recompute_kv"]
+OnTimeout = Literal["abort", "fail"]
 ATTEMPTS = 3
 """Of an update whose worker restarts in the middle: more often it is the update that it dies of."""
 
@@ -55,7 +56,7 @@ class WeightCalls:
         *,
         mode: Mode = "drain",
         drain_timeout: float = 60.0,
-        on_timeout: Literal["abort", "fail"] = "abort",
+        on_timeout: OnTimeout = "abort",
         digest: str | None = None,
         checksums: Mapping[str, str] | None = None,
         force: bool = False,
@@ -71,13 +72,14 @@ class WeightCalls:
         Keep the path until the next update: after a restart the worker reads it again. A relative one starts from
         this process's working directory.
         """
+        _drain_s(mode, drain_timeout, on_timeout)  # what is wrong is said before all of them are read
         update_id = f"update-{secrets.token_hex(6)}"
         for attempt in range(1, ATTEMPTS + 1):
             boot_id = self._core.boot_id
-            prepared = yield from WeightCalls.prepare_weights(
-                self, path, version, update_id=update_id, checksums=checksums, force=force, timeout=timeout
-            )
             try:
+                prepared = yield from WeightCalls.prepare_weights(
+                    self, path, version, update_id=update_id, checksums=checksums, force=force, timeout=timeout
+                )
                 committed = yield from WeightCalls.commit_weights(
                     self,
                     prepared,
@@ -112,7 +114,7 @@ class WeightCalls:
         directory: Path | None = None,
         mode: Mode = "drain",
         drain_timeout: float = 60.0,
-        on_timeout: Literal["abort", "fail"] = "abort",
+        on_timeout: OnTimeout = "abort",
         force: bool = False,
         timeout: float = 600.0,
     ) -> Steps[WeightUpdate]:
@@ -130,7 +132,10 @@ class WeightCalls:
         and NotInstalled; the old weights serve on.
         """
         check_installed()
-        whole(version, "version")  # the worker is not asked before all of them are written
+        # The worker is not asked before all of them are written.
+        whole(version, "version")
+        _drain_s(mode, drain_timeout, on_timeout)
+        self._core.wait(timeout)
         yield self._core.greeted(None)
         path = yield self._work(partial(self._pushed.write, weights, version, directory), self._pushed.remove)
         with self._pushed.keeping(path):
@@ -159,14 +164,10 @@ class WeightCalls:
         timeout: float = 600.0,
     ) -> Steps[WeightsPrepared]:
         """Read and check weights while generation goes on; serve them later by `commit_weights`."""
-        if not isinstance(path, str | os.PathLike):
-            raise BadRequest(
-                f"must be a path, not {type(path).__name__}: a live model goes to push_weights", field="path"
-            )
         message = self._core.message(
             PrepareWeightsRequest,
             update_id=update_id or f"update-{secrets.token_hex(6)}",
-            path=os.path.abspath(path),  # the worker's working directory is another
+            path=absolute(path, "path", ": a live model goes to push_weights"),
             version=version,
             checksums=None if checksums is None else mapping(checksums, "checksums"),
             force=force,
@@ -180,12 +181,12 @@ class WeightCalls:
         *,
         mode: Mode = "drain",
         drain_timeout: float = 60.0,
-        on_timeout: Literal["abort", "fail"] = "abort",
+        on_timeout: OnTimeout = "abort",
         digest: str | None = None,
         timeout: float = 600.0,
     ) -> Steps[WeightsCommitted]:
         """Make prepared weights serve. Repeating it for weights that serve already is harmless."""
-        drain_s = seconds(drain_timeout, "drain_timeout") if mode == "drain" else None
+        drain_s = _drain_s(mode, drain_timeout, on_timeout)
         message = self._core.message(
             CommitWeightsRequest,
             update_id=prepared.update_id,
@@ -202,3 +203,10 @@ class WeightCalls:
         """Make the worker forget prepared weights (given by the reply or by the update id)."""
         update_id = prepared.update_id if isinstance(prepared, WeightsPrepared) else prepared
         yield from self._core.ask(self._core.message(AbortWeightsRequest, update_id=update_id), Ok, timeout)
+
+
+def _drain_s(mode: Mode, drain_timeout: float, on_timeout: OnTimeout) -> float | None:
+    """Seconds that a commit may wait for running turns. Raises BadRequest naming the argument that is wrong."""
+    one_of(mode, get_args(Mode), "mode")
+    one_of(on_timeout, get_args(OnTimeout), "on_timeout")
+    return seconds(drain_timeout, "drain_timeout") if mode == "drain" else None

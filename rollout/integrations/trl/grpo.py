@@ -6,10 +6,10 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any
 
 from rollout.client import RolloutClient, Trajectory
-from rollout.client.weights import Mode
+from rollout.client.weights import Mode, OnTimeout
 from rollout.integrations.trl.law import encode_prompt, law, options_of, warn_of_filters
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class GRPORollouts:
         directory: str | os.PathLike[str] | None = None,
         mode: Mode = "drain",
         drain_timeout: float = 60.0,
-        on_timeout: Literal["abort", "fail"] = "abort",
+        on_timeout: OnTimeout = "abort",
         **options: Any,
     ) -> None:
         self._client = client

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from rollout.client import RolloutClient
-from rollout.client.weights import Mode
+from rollout.client.weights import Mode, OnTimeout
 
 if TYPE_CHECKING:
     import torch
@@ -26,13 +26,13 @@ class WorkerWeights:
         directory: str | os.PathLike[str] | None = None,
         mode: Mode = "drain",
         drain_timeout: float = 60.0,
-        on_timeout: Literal["abort", "fail"] = "abort",
+        on_timeout: OnTimeout = "abort",
     ) -> None:
         self._client = client
         self._directory = directory
         self._mode: Mode = mode
         self._drain_timeout = drain_timeout
-        self._on_timeout: Literal["abort", "fail"] = on_timeout
+        self._on_timeout: OnTimeout = on_timeout
         self._version = 0
 
     def init_weight_transfer(self) -> None:

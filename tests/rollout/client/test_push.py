@@ -109,6 +109,7 @@ class Shard(torch.Tensor):
         ("model.norm.weight", torch.zeros(4, dtype=torch.int8), "int8"),
         ("model.norm.weight", torch.zeros(4, device="meta"), "meta device"),
         ("model.norm.weight", torch.zeros(4).as_subclass(Shard), "full_tensor"),
+        ("model.norm.weight", torch.zeros(4).to_sparse(), "sparse_coo, not dense"),
         ("model.norm.weight", [1.0], "a list, not a tensor"),
         ("module.model.norm.weight", torch.zeros(4), "are both model.norm.weight"),
     ],
@@ -258,6 +259,14 @@ def test_a_directory_that_is_not_there_is_refused_by_name_and_not_made(tmp_path:
         PushedWeights(HERE).write(tensors(), 1, tmp_path / name)
     assert caught.value.field == "directory"
     assert [path.name for path in tmp_path.iterdir()] == ["a-file"]
+
+
+@pytest.mark.parametrize("directory", ["", 5, ["/tmp"]])
+def test_a_directory_is_a_path_and_not_an_empty_one(directory: Any) -> None:
+    """An unset variable is not the temporary directory, which a worker elsewhere could not read."""
+    with pytest.raises(BadRequest) as caught:
+        PushedWeights("tcp://10.0.0.7:5555").write(tensors(), 1, directory)
+    assert caught.value.field == "directory"
 
 
 # The calls

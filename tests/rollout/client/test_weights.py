@@ -111,6 +111,8 @@ def test_a_path_is_text_or_a_path(start: Start, connect: Connect, path: Any) -> 
     with pytest.raises(BadRequest, match="push_weights") as caught:
         connect(worker).update_weights(path, 1)
     assert caught.value.field == "path"
+    with pytest.raises(BadRequest, match=r"must not be empty \[path\]"):
+        connect(worker).update_weights("", 1)  # as an unset variable gives it: the working directory
     assert not worker.of(PrepareWeightsRequest)
 
 
@@ -118,7 +120,7 @@ def test_a_path_is_text_or_a_path(start: Start, connect: Connect, path: Any) -> 
     ("options", "field"),
     [
         ({"mode": "drop"}, "mode"),
-        ({"on_timeout": "wait"}, "on_drain_timeout"),
+        ({"on_timeout": "wait"}, "on_timeout"),
         ({"digest": 3}, "digest"),
         ({"drain_timeout": 0}, "drain_timeout"),
     ],
@@ -132,3 +134,31 @@ def test_a_commit_that_is_wrong_is_not_sent(
         client.commit_weights(client.prepare_weights("/w/1", 1), **options)
     assert caught.value.field == field
     assert not worker.of(CommitWeightsRequest)
+
+
+@pytest.mark.parametrize("options", [{"mode": "drop"}, {"on_timeout": "wait"}, {"drain_timeout": 0}, {"timeout": "1"}])
+def test_what_is_wrong_with_the_commit_is_said_before_anything_is_written_or_read(
+    start: Start, connect: Connect, options: dict[str, Any]
+) -> None:
+    worker, made = start(), []
+    client = connect(worker)
+    tensors = (made.append(name) for name in ("model.norm.weight",))
+    for call in (
+        lambda: client.update_weights("/w/1", 1, **options),
+        lambda: client.push_weights(tensors, 1, **options),
+    ):  # type: ignore[arg-type]
+        with pytest.raises(BadRequest) as caught:
+            call()
+        assert caught.value.field in options
+    assert not made
+    assert not worker.of(PrepareWeightsRequest)
+
+
+def test_an_update_that_is_given_up_while_it_is_read_blocks_no_other(start: Start, connect: Connect) -> None:
+    """Prepared after all, it would be in the way of every other client for as long as this one lives."""
+    worker = start(silent=[PrepareWeightsRequest])
+    client = connect(worker)
+    with pytest.raises(Timeout, match="PrepareWeightsRequest"):
+        client.update_weights("/w/1", 1, timeout=0.1)
+    worker.wait_for(lambda: worker.of(AbortWeightsRequest))
+    assert worker.of(AbortWeightsRequest)[0].update_id == worker.of(PrepareWeightsRequest)[0].update_id
