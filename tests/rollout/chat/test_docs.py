@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from protocols.fields import Environment, Record
-from rollout.chat.aside import PLACES, QUICK_S, RENDER_S
+from rollout.chat.aside import PLACES, QUICK_S, RENDER_S, THREADS
+from rollout.chat.sandbox import BITS, LONGEST
 from rollout.client import RolloutClient
 from rollout.environments.base import Environment as Base
 from rollout.environments.registry import Registry
@@ -105,4 +106,7 @@ def test_the_numbers_of_the_page() -> None:
     assert f"for {MAX_SEGMENTS} segments" in TEXT
     assert f"takes longer than {QUICK_S:g} s gives its place" in TEXT
     assert PLACES == 2
-    assert "two at a time" in TEXT
+    assert "two at a\ntime" in TEXT
+    assert f"up to {THREADS} in all" in TEXT
+    assert f"more than {LONGEST:,} characters" in TEXT
+    assert f"powers end at {BITS:,} bits" in TEXT

@@ -130,6 +130,8 @@ def test_a_turn_that_rendering_again_would_change_is_extended(case: dict[str, An
     added = segment.token_ids[len(held) : second].tolist()
     # The library's own text after a turn, whatever it does to the turn itself.
     again = library_ids([*case["messages"], case["assistant"], *case["follow_up"]], case)
+    common = next((i for i, (one, other) in enumerate(zip(held, again, strict=False)) if one != other), len(held))
+    assert len(held) - common == case["drift_tokens"], "the case is none"
     closing = 0 if sampled[-1] == END else 1
     assert added == again[-len(added) :]
     assert again[-len(added) - 1 + closing] == END
