@@ -11,7 +11,7 @@ from rollout.client.batch import AsyncBatch, Batch
 from rollout.client.call import Awaiting, Blocking, Call
 from rollout.client.core import Core
 from rollout.client.groups import GroupMaker
-from rollout.client.link import Curve
+from rollout.client.link import Curve, Key
 from rollout.client.push import PushedWeights
 from rollout.client.waiting import Steps
 from rollout.client.weights import WeightCalls
@@ -30,9 +30,9 @@ class Client(GroupMaker, WorkCalls[B], WeightCalls, WorkerCalls):
         timeout: float = 30.0,
         reconnect_timeout: float = 120.0,
         session: str | None = None,
-        curve_server_key: str | None = None,
-        curve_public_key: str | None = None,
-        curve_secret_key: str | None = None,
+        curve_server_key: Key | None = None,
+        curve_public_key: Key | None = None,
+        curve_secret_key: Key | None = None,
     ) -> None:
         super().__init__()
         self._core = Core(
@@ -65,8 +65,8 @@ class RolloutClient(Blocking, Client[Batch]):
     address: `tcp://host:port` or `ipc://path`. timeout: seconds that a call waits for its reply unless it says
     otherwise, and after which a worker that neither sends results nor answers pings counts as gone.
     reconnect_timeout: seconds without any worker after which iteration raises ConnectionLost. session: the
-    `session` of an earlier client, to go on with its open work. The curve keys are Z85 text (40 characters); with
-    a server key alone, a key pair is made up.
+    `session` of an earlier client, to go on with its open work. The curve keys are Z85 (40 characters), as text or as
+    `zmq.auth.load_certificate` gives them; with a server key alone, a key pair is made up.
 
     The client connects in the background; `connect`, or any call, waits for the worker. Every call raises an error
     of `protocols.errors`: `Timeout` when a connected worker does not reply in time, `ConnectionLost` when there is

@@ -58,6 +58,9 @@ class Core:
         found = ADDRESS.fullmatch(address) if isinstance(address, str) else None
         if found is None or not 0 < int(found["port"] or 1) < 2**16:
             raise BadRequest(f"must be tcp://host:port or ipc://path, not {address!r}", field="address")
+        for field, given in (("name", name), ("session", session)):
+            if given is not None and not (isinstance(given, str) and 0 < len(given) <= 256):
+                raise BadRequest("must be a text of 1 to 256 characters", field=field)
         self.address = address
         self._timeout = timeout = seconds(timeout, "timeout")
         reconnect_timeout = seconds(reconnect_timeout, "reconnect_timeout")

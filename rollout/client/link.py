@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 import zmq
+from zmq.utils import z85
 
 from protocols.errors import BadRequest
 
@@ -30,6 +31,10 @@ _EVENTS = (
 )
 
 
+Key = str | bytes
+"""Z85: 40 characters of text, or what `zmq.auth.load_certificate` gives."""
+
+
 class Change(Enum):
     UP = "connected"
     DOWN = "disconnected"
@@ -38,28 +43,41 @@ class Change(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Z85 keys. The client's own pair is made up unless given."""
+    """Keys in Z85. The client's own pair is made up unless given."""
 
     server_key: bytes
     public_key: bytes
     secret_key: bytes
 
     @staticmethod
-    def of(server_key: str | None, public_key: str | None, secret_key: str | None) -> Curve | None:
-        if server_key is None:
-            if public_key is not None or secret_key is not None:
-                raise BadRequest("is missing", field="curve_server_key")
+    def of(server_key: Key | None, public_key: Key | None, secret_key: Key | None) -> Curve | None:
+        """Raises BadRequest naming the key that is wrong or missing."""
+        given = {"curve_server_key": server_key, "curve_public_key": public_key, "curve_secret_key": secret_key}
+        keys = {field: _z85(key, field) for field, key in given.items() if key is not None}
+        if not keys:
             return None
-        if (public_key is None) != (secret_key is None):
-            raise BadRequest("comes with curve_secret_key", field="curve_public_key")
-        if public_key is None or secret_key is None:
-            public, secret = zmq.curve_keypair()
-        else:
-            public, secret = public_key.encode(), secret_key.encode()
-        for key in (server_key.encode(), public, secret):
-            if len(key) != 40:
-                raise BadRequest("is 40 characters of Z85 text", field="curve key")
-        return Curve(server_key.encode(), public, secret)
+        for field, others in (
+            ("curve_server_key", ("curve_public_key", "curve_secret_key")),
+            ("curve_public_key", ("curve_secret_key",)),
+            ("curve_secret_key", ("curve_public_key",)),
+        ):
+            if field not in keys and (needs := next((other for other in others if other in keys), None)):
+                raise BadRequest(f"is missing, and {needs} is given", field=field)
+        public, secret = zmq.curve_keypair()
+        return Curve(
+            keys["curve_server_key"], keys.get("curve_public_key", public), keys.get("curve_secret_key", secret)
+        )
+
+
+def _z85(key: Key, field: str) -> bytes:
+    text = key.encode() if isinstance(key, str) else key
+    try:
+        sound = isinstance(text, bytes) and len(z85.decode(text)) == 32
+    except (ValueError, KeyError, struct.error):  # of another length, with other characters, of too large a number
+        sound = False
+    if not sound:
+        raise BadRequest("must be 40 characters of Z85 text", field=field)
+    return text
 
 
 class Link:

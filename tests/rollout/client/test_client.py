@@ -109,9 +109,36 @@ def test_bad_addresses_and_options_are_refused_at_once() -> None:
     ):
         with pytest.raises(BadRequest, match="address"):
             RolloutClient(address)  # type: ignore[arg-type]
-    for options in ({"timeout": 0}, {"reconnect_timeout": -1}, {"curve_public_key": "x"}, {"curve_server_key": "x"}):
-        with pytest.raises(BadRequest):
-            RolloutClient("tcp://127.0.0.1:1", **options)  # type: ignore[arg-type]
+
+
+KEY = "a" * 40
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"timeout": 0}, "timeout"),
+        ({"reconnect_timeout": -1}, "reconnect_timeout"),
+        ({"name": 5}, "name"),
+        ({"name": ""}, "name"),
+        ({"name": "x" * 257}, "name"),
+        ({"session": 5}, "session"),
+        ({"session": ""}, "session"),
+        ({"curve_public_key": KEY, "curve_secret_key": KEY}, "curve_server_key"),
+        ({"curve_server_key": KEY, "curve_secret_key": KEY}, "curve_public_key"),
+        ({"curve_server_key": KEY, "curve_public_key": KEY}, "curve_secret_key"),
+        ({"curve_server_key": KEY[1:]}, "curve_server_key"),
+        ({"curve_server_key": '"' * 40}, "curve_server_key"),
+        ({"curve_server_key": "#" * 40}, "curve_server_key"),
+        ({"curve_server_key": "ä" * 20}, "curve_server_key"),
+        ({"curve_server_key": KEY, "curve_public_key": KEY, "curve_secret_key": 5}, "curve_secret_key"),
+    ],
+)
+def test_bad_options_are_refused_at_once(options: dict[str, Any], field: str) -> None:
+    """Later, on a thread of its own, nobody would know which it was."""
+    with pytest.raises(BadRequest) as caught:
+        RolloutClient("tcp://127.0.0.1:1", **options)
+    assert caught.value.field == field
 
 
 def test_a_fault_of_the_clients_own_thread_is_told_to_everybody_who_waits(

@@ -150,8 +150,8 @@ def test_curve_keys_that_fit_and_that_do_not(start: Start, connect: Connect) -> 
     worker = start(curve=(public, secret))
     assert connect(worker, curve_server_key=public.decode()).ping().boot_id == "boot-1"
     mine, my_secret = zmq.curve_keypair()
-    keys = {"curve_public_key": mine.decode(), "curve_secret_key": my_secret.decode()}
-    assert connect(worker, curve_server_key=public.decode(), **keys).ping().boot_id == "boot-1"
+    keys = {"curve_public_key": mine, "curve_secret_key": my_secret}
+    assert connect(worker, curve_server_key=public, **keys).ping().boot_id == "boot-1"
     with pytest.raises(ConnectionLost):
         connect(worker, timeout=0.5).ping()
     other, _ = zmq.curve_keypair()
