@@ -15,7 +15,12 @@ CHUNK: Final = 2**18
 PAUSE_S: Final = 0.05
 """Between two chunks: who prints more than 5 MB/s is held up, and costs the loop next to nothing."""
 TAIL: Final = 800
-"""Bytes kept."""
+"""Bytes that are told."""
+KEPT: Final = 16 * TAIL
+CRASH: Final = b"Fatal Python error: "
+THREAD: Final = b"Current thread "
+"""What the interpreter writes last of all, where it can: the stacks of its threads, also that where the fault was. Each
+begins with its innermost frame."""
 
 
 class Output:
@@ -33,9 +38,15 @@ class Output:
         self._loop.add_reader(end, self._read)
 
     def tail(self) -> str:
-        """The last of what was printed until now, or nearly."""
+        """The last of what was printed until now, or nearly; of a crash where it was."""
         self._take()
-        return self._kept.decode(errors="replace").strip()
+        printed, crash, trace = self._kept.rpartition(CRASH)
+        if not crash:
+            printed, trace = trace, b""
+        what, _, _ = trace.partition(b"\n")
+        _, current, stack = trace.rpartition(THREAD)
+        crash = b"\n".join((crash + what, current + stack))[: TAIL // 2]
+        return (printed[len(crash) - TAIL :] + crash).decode(errors="replace").strip()
 
     def forget(self) -> None:
         """What was printed until now is nothing to whoever comes next."""
@@ -67,6 +78,6 @@ class Output:
         except BlockingIOError:
             return True
         if chunk:
-            self._kept = (self._kept + chunk)[-TAIL:]
+            self._kept = (self._kept + chunk)[-KEPT:]
             log.debug("%s: %s", self._name, chunk[-TAIL:].decode(errors="replace"))
         return bool(chunk)

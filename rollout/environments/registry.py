@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import os
 import pickle
 from collections.abc import Container, Mapping, Sequence
@@ -19,8 +18,8 @@ from rollout.environments.isolated import Isolated
 from rollout.environments.pool import NOBODY, Owner, Pool
 from rollout.environments.remote import Remote
 from rollout.environments.scripted import Scripted
-from rollout.tools.environment import Placed, ToolEnvironment, placed
-from rollout.tools.modules import environment_of
+from rollout.tools.environment import Placed, ToolEnvironment, check_tools, placed
+from rollout.tools.modules import environment_of, imported
 
 ENTRY_POINTS = "rollout_worker.environments"
 """Entry-point group: `name = "module:Class"`."""
@@ -152,7 +151,8 @@ class Registry:
     def _placed(self, name: str, factory: EnvironmentFactory) -> EnvironmentFactory:
         try:
             check_class(factory)
-        except BadAnswer as error:
+            check_tools(factory)
+        except (BadAnswer, ValueError) as error:
             raise ValueError(f"environment {name!r}: {error}") from None
         if name not in self._isolated and getattr(factory, "isolation", "worker") != "process":
             return placed(factory, self._tool_pool)
@@ -190,17 +190,11 @@ def _load(spec: str) -> tuple[str, EnvironmentFactory]:
     if not (name and equals and module and colon and attribute):
         raise ValueError(f"--env {spec}: must read name=module:Class")
     try:
-        found: Any = importlib.import_module(module)
+        found: Any = imported(module)
         for part in attribute.split("."):
             found = getattr(found, part)
-    except (Exception, SystemExit) as error:
-        missing = isinstance(error, ModuleNotFoundError) and error.name in (module, module.split(".")[0])
-        advice = "; it must be installed, in the working directory or on PYTHONPATH" if missing else ""
-        if module.endswith(".py"):
-            advice = (
-                f"; a module is named without .py: {name}={module.removesuffix('.py').replace('/', '.')}:{attribute}"
-            )
-        raise ValueError(f"--env {spec}: {describe(error)}{advice}") from error
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"--env {spec}: {error}") from error
     if not callable(found):
         raise ValueError(f"--env {spec}: {attribute} is not callable")
     # Whatever else is callable says only when it is called what it makes.

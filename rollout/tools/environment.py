@@ -12,6 +12,8 @@ an answer: the user says something more (`reply`), or the trajectory is done.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -78,13 +80,20 @@ class ToolEnvironment(Environment):
 
     @classmethod
     def chat_roles(cls, config: Mapping[str, Any]) -> tuple[str, ...]:  # type: ignore[override]
-        talks = bool(config.get("user")) or cls.reply is not ToolEnvironment.reply
-        return ("tool", "user") if talks else ("tool",)
+        """Raises ChatError where the configuration is wrong."""
+        own_words = cls.reply is not ToolEnvironment.reply
+        if not own_words:
+            _check_texts(config.get("user", ()), "user")
+        bad = config.get("max_bad_calls", 0)
+        if isinstance(bad, bool) or not isinstance(bad, int) or bad < 0:
+            raise ChatError("must be a whole number, 0 or more", "environment.config.max_bad_calls")
+        return ("tool", "user") if own_words or config.get("user") else ("tool",)
 
     @classmethod
     def tool_schemas(cls, config: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Of the tools on offer, for the template to print. Raises ChatError where the configuration is wrong."""
-        return [tool.schema for tool in offered(cls.tools, config).values()]
+        known = {} if _is_computed(cls) else by_name(cls.tools)
+        return [tool.schema for tool in offered(known, config).values()]
 
     async def reset(self, context: Context) -> None:
         if context.chat is None:
@@ -93,7 +102,7 @@ class ToolEnvironment(Environment):
         self._chat: Conversation = context.chat
         self._thinking = self._chat.form.opens_reasoning()
         self._runner = Runner(
-            offered(self.tools, context.config),
+            offered(by_name(self.tools), context.config),
             self.deadline_s,
             self.max_result,
             self.max_calls,
@@ -174,19 +183,43 @@ def placed(factory: EnvironmentFactory, pool: Pool) -> EnvironmentFactory:
     return Placed(made, pool) if isinstance(made, type) and issubclass(made, ToolEnvironment) else factory
 
 
-def offered(tools: Any, config: Mapping[str, Any]) -> dict[str, Tool]:
-    """By name: those that the configuration asks for, or all. Raises ChatError."""
-    if not isinstance(tools, Sequence):
-        return {}  # a property of the instance: the class alone does not know
-    known = {tool.name: tool for tool in (t if isinstance(t, Tool) else Tool.of(t) for t in tools)}
+def check_tools(factory: object) -> None:
+    """Raises ValueError where the class of a `ToolEnvironment` says something else than tools."""
+    if isinstance(factory, type) and issubclass(factory, ToolEnvironment) and not _is_computed(factory):
+        by_name(factory.tools)
+
+
+def by_name(tools: Any) -> dict[str, Tool]:
+    """Raises ValueError: they are no sequence of functions, or two have one name."""
+    if isinstance(tools, str) or not isinstance(tools, Sequence):
+        raise ValueError(f"tools is {str(tools)[:64]!r}, not a tuple of functions")
+    known: dict[str, Tool] = {}
+    for tool in (entry if isinstance(entry, Tool) else Tool.of(entry) for entry in tools):
+        if tool.name in known:
+            raise ValueError(f"two of its tools are called {tool.name!r}")
+        known[tool.name] = tool
+    return known
+
+
+def _is_computed(factory: type[ToolEnvironment]) -> bool:
+    """Are the tools a property of the instance? Then the class alone does not know them."""
+    return isinstance(inspect.getattr_static(factory, "tools"), property | functools.cached_property)
+
+
+def offered(known: Mapping[str, Tool], config: Mapping[str, Any]) -> dict[str, Tool]:
+    """Those that the configuration asks for, or all. Raises ChatError."""
     wanted = config.get("tools", list(known))
-    if not isinstance(wanted, list | tuple) or not all(isinstance(name, str) for name in wanted):
-        raise ChatError("must be a list of names", "environment.config.tools")
+    _check_texts(wanted, "tools")
     if (missing := next((name for name in wanted if name not in known), None)) is not None:
         raise ChatError(
             f"{missing!r} is no tool of this environment; known: {', '.join(known)}", "environment.config.tools"
         )
     return {name: known[name] for name in wanted}
+
+
+def _check_texts(value: Any, name: str) -> None:
+    if not isinstance(value, list | tuple) or not all(isinstance(text, str) for text in value):
+        raise ChatError("must be a list of texts", f"environment.config.{name}")
 
 
 def _message(result: Result, index: int) -> Message:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -35,35 +36,42 @@ def environment_of(modules: Sequence[str]) -> type[ToolEnvironment]:
     tools: dict[str, Tool] = {}
     own: dict[str, Any] = {}
     for name in modules:
-        found = _functions(_imported(name))
-        for function in found:
-            called = function.__name__
-            if called in tools or called in own:
-                raise ValueError(f"--tools {name}: {called!r} is in an earlier module too")
-            try:
+        try:
+            found = _functions(imported(name))
+            for function in found:
+                called = function.__name__
+                if called in tools or called in own:
+                    raise ValueError(f"{called!r} is in an earlier module too")
                 if called in OWN:
                     own[called] = staticmethod(function)
                 else:
                     tools[called] = Tool.of(function)
-            except ValueError as error:
-                raise ValueError(f"--tools {name}: {error}") from error
-        if not found:
-            raise ValueError(f"--tools {name}: the module has no public function")
+            if not found:
+                raise ValueError("the module has no public function")
+        except ValueError as error:
+            raise ValueError(f"--tools {name}: {error}") from error
     return type("Tools", (ModuleTools,), {"tools": tuple(tools.values()), **own})
 
 
-def _imported(name: str) -> ModuleType:
+def imported(name: str) -> ModuleType:
+    """The module of that name. Raises ValueError, which says what may be wrong with the name."""
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name in (name, name.split(".")[0])
         advice = "; it must be installed, in the working directory or on PYTHONPATH" if missing else ""
-        raise ValueError(f"--tools {name}: {describe(error)}{advice}") from error
+        if name.endswith(".py"):
+            meant = name.removesuffix(".py").removeprefix("./")
+            meant = Path(meant).name if meant.startswith("/") else meant.replace("/", ".")
+            advice = f"; a module is named without .py, {meant}, and must be in the working directory or on PYTHONPATH"
+        raise ValueError(f"{describe(error)}{advice}") from error
 
 
 def _functions(module: ModuleType) -> list[Callable[..., Any]]:
     listed = getattr(module, "__all__", None)
     if listed is not None:
+        if missing := [name for name in listed if not hasattr(module, name)]:
+            raise ValueError(f"its __all__ names {missing[0]!r}, which it does not have")
         return [found for name in listed if inspect.isfunction(found := getattr(module, name))]
     return [
         found

@@ -37,6 +37,8 @@ class Tool:
 
         Raises ValueError, naming the function, where it takes what JSON cannot hold, or not by name.
         """
+        if not callable(function):
+            raise ValueError(f"{str(function)[:64]!r} is no function")
         doc = docstring_parser.parse(inspect.getdoc(function) or "")
         try:
             parameters = _model(function).model_json_schema(schema_generator=_Untitled)

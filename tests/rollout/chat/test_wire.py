@@ -119,6 +119,21 @@ def test_the_tools_of_the_environment_are_printed_unless_the_submit_names_others
             BadRequest,
             "groups[0].environment.config.tools",
         ),
+        *(
+            (
+                {"messages": [USER], "environment": "calls", "config": {name: value}},
+                BadRequest,
+                f"groups[0].environment.config.{name}",
+            )
+            for name, value in (
+                ("tools", "lookup"),
+                ("user", "one text would be said letter by letter"),
+                ("user", [5]),
+                ("max_bad_calls", "3"),
+                ("max_bad_calls", -1),
+                ("max_bad_calls", True),
+            )
+        ),
     ],
 )
 def test_what_is_refused_is_named(client: RolloutClient, fields: dict[str, Any], error: Any, field: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import random
 import signal
@@ -40,6 +41,11 @@ def leave(code: int) -> NoReturn:
 def kill_self(number: int) -> None:
     os.kill(os.getpid(), number)
     time.sleep(60)
+
+
+def read_nowhere() -> None:
+    print("x" * 10_000, "last words", flush=True)
+    ctypes.string_at(0)
 
 
 def kill_parent() -> None:

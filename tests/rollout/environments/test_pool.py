@@ -119,7 +119,11 @@ def test_an_error_brings_its_traceback_and_is_bounded() -> None:
         (foreign.leave, (3,), "ended with exit code 3"),
         (foreign.leave, (0,), "ended with exit code 0"),
         (foreign.kill_self, (signal.SIGKILL,), r"killed by signal 9 \(Killed\)"),
-        (foreign.kill_self, (signal.SIGSEGV,), r"killed by signal 11 \(Segmentation fault\); the end of its output: "),
+        (
+            foreign.read_nowhere,
+            (),
+            r"signal 11 \(Segmentation fault\); .* last words\nFatal.*\nCurrent.*in read_nowhere",
+        ),
         (foreign.kill_parent, (), "gone|killed by signal 9"),
     ],
 )

@@ -16,8 +16,10 @@ from rollout.environments.base import TurnResult
 from rollout.environments.registry import ENTRY_POINTS, Registry
 from rollout.environments.remote import Remote
 from rollout.environments.scripted import Scripted
+from rollout.tools.environment import ToolEnvironment
 from tests.rollout.build import run, script
 from tests.rollout.environments.build import TURN, Fake, context, guarded
+from tests.rollout.tools.sample_tools import lookup
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
@@ -54,12 +56,15 @@ def test_a_bad_name_on_the_command_line_says_which(specs: list[str]) -> None:
 def test_where_a_module_is_looked_for_is_said() -> None:
     with pytest.raises(ValueError, match=r"No module named 'nowhere'; it must be installed, in the working directory"):
         Registry.load(["a=nowhere:Thing"])
-    with pytest.raises(
-        ValueError, match=r"^--env a=json:Thing: AttributeError: module 'json' has no attribute 'Thing'$"
-    ):
+    with pytest.raises(ValueError, match=r"^--env a=json:Thing: module 'json' has no attribute 'Thing'$"):
         Registry.load(["a=json:Thing"])
-    with pytest.raises(ValueError, match=r"a module is named without \.py: a=some\.nowhere:Thing$"):
-        Registry.load(["a=some/nowhere.py:Thing"])
+    for written, meant in (("some/nowhere.py", r"some\.nowhere"), ("/some/nowhere.py", "nowhere")):
+        with pytest.raises(ValueError, match=rf"a module is named without \.py, {meant}, and must be in the working"):
+            Registry.load([f"a={written}:Thing"])
+        with pytest.raises(
+            ValueError, match=rf"^--tools {written}: .* without \.py, {meant}, and must be in the working"
+        ):
+            Registry.load(tools=[written])
 
 
 def test_a_class_that_can_be_no_environment_is_refused_at_start() -> None:
@@ -81,6 +86,27 @@ def test_a_class_that_can_be_no_environment_is_refused_at_start() -> None:
 def test_what_a_class_says_is_checked_at_start(says: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         Registry({"a": type("Odd", (Fake,), says)})
+
+
+@pytest.mark.parametrize(
+    ("tools", "complaint"),
+    [
+        (len, "'a': tools is '<built-in function len>', not a tuple of functions"),
+        ("add", "'a': tools is 'add', not a tuple"),
+        (None, "'a': tools is 'None', not a tuple"),
+        ((5,), "'a': '5' is no function"),
+        (({"type": "function"},), "is no function"),
+        ((print,), "'a': print: 'args' must be a parameter that can be given by its name"),
+        ((lookup, lookup), "'a': two of its tools are called 'lookup'"),
+    ],
+)
+def test_what_are_no_tools_is_told_at_start(tools: Any, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        Registry({"a": type("Odd", (ToolEnvironment,), {"tools": tools})})
+
+
+def test_tools_that_only_an_instance_knows_are_no_fault() -> None:
+    assert "a" in Registry({"a": type("Own", (ToolEnvironment,), {"tools": property(lambda _: (lookup,))})}).names
 
 
 @pytest.mark.parametrize("code", ["import sys; sys.exit(3)", "raise SystemExit", "{}['x']"])

@@ -60,6 +60,7 @@ def test_several_modules_are_one_environment() -> None:
     ("source", "said"),
     [
         ("x = 1\n", "no public function"),
+        ("__all__ = ['f', 'g']\ndef f(): ...\n", "its __all__ names 'g', which it does not have"),
         ("def f(*a): ...\n", "'a'"),
         ("def same(): ...\n", "'same' is in an earlier module too"),
     ],
