@@ -150,7 +150,7 @@ class GroupMaker:
             id=name,
             prompt=prompt,
             messages=None if messages is None else several(messages, "messages"),
-            tools=several(tools, "tools"),
+            tools=_schemas(tools),
             template=checked(
                 Template,
                 options=mapping(template_options, "template_options"),
@@ -184,6 +184,17 @@ def _check_names(law: Mapping[str, Any], others: Iterable[str]) -> None:
     for name in law:
         if name not in Law.__annotations__:
             raise BadRequest(f"unknown field{suggestion(name, [*Law.__annotations__, *others])}", field=name)
+
+
+def _schemas(tools: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+    found = several(tools, "tools")
+    if (at := next((i for i, tool in enumerate(found) if callable(tool)), None)) is not None:
+        raise BadRequest(
+            "is a function: it belongs where the worker starts (--tools MODULE), and here the JSON schema that the "
+            "template prints, or nothing",
+            field=f"tools[{at}]",
+        )
+    return found
 
 
 def _environment(

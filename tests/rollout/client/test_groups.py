@@ -48,6 +48,7 @@ def test_messages_instead_of_a_prompt(group: Callable[..., Group]) -> None:
         ({"messages": ["hi"]}, "messages[0]"),
         ({"messages": "hi"}, "messages[0]"),
         ({"prompt_ids": [1], "tools": TOOLS}, "tools"),
+        ({"messages": MESSAGES, "tools": [TOOLS[0], len]}, "tools[1]"),
         ({"prompt_ids": [1], "on_user_turn": "drop"}, "template"),
         ({"messages": MESSAGES, "on_user_turn": "forget"}, "on_user_turn"),
         ({"messages": MESSAGES, "prompt_source": [0]}, "prompt_source"),
