@@ -29,7 +29,7 @@ from rollout.environments.pool import NOBODY, Owner, Pool
 from rollout.tools.parse import Said, read
 from rollout.tools.results import LIMIT
 from rollout.tools.run import DEADLINE_S, MAX_CALLS, WAIT_S, Problem, Result, Runner
-from rollout.tools.tool import Tool
+from rollout.tools.tool import Tool, check_function
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,9 @@ def by_name(tools: Any) -> dict[str, Tool]:
     if isinstance(tools, str) or not isinstance(tools, Sequence):
         raise ValueError(f"tools is {str(tools)[:64]!r}, not a tuple of functions")
     known: dict[str, Tool] = {}
-    for tool in (entry if isinstance(entry, Tool) else Tool.of(entry) for entry in tools):
+    for entry in tools:
+        tool = entry if isinstance(entry, Tool) else Tool.of(entry)
+        check_function(tool.function)
         if tool.name in known:
             raise ValueError(f"two of its tools are called {tool.name!r}")
         known[tool.name] = tool

@@ -77,7 +77,7 @@ class Runner:
             known = ", ".join(self.tools) or "none"
             return self._failed(call.name, f"there is no tool {call.name[:64]!r}; known: {known}", "unknown_tool")
         try:
-            return Result(call.name, await self._text(tool.function, call.arguments))
+            return Result(call.name, await self._text(tool, call.arguments))
         except BadArguments as error:
             return self._failed(call.name, f"bad arguments: {error}", "bad_arguments")
         except TimeoutError:
@@ -89,9 +89,10 @@ class Runner:
         except Exception as error:
             return self._failed(call.name, describe(error), "raised")
 
-    async def _text(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
+    async def _text(self, tool: Tool, arguments: Mapping[str, Any]) -> str:
+        function, required = tool.function, tuple(tool.parameters.get("required", ()))
         if self.pool is not None and _has_address(function):
-            args = (function, dict(arguments), self.limit)
+            args = (function, dict(arguments), required, self.limit)
             kind, text = await self.pool.call(
                 _there, args, self.deadline_s, owner=self.owner, wait=self.wait_s, imports=function
             )
@@ -100,7 +101,7 @@ class Runner:
             if kind == "raised":
                 raise Reported(text)
             return str(text)
-        given = check(function, arguments)
+        given = check(function, arguments, required)
         return as_text(await self._here(functools.partial(function, **given)), self.limit)
 
     async def _here(self, function: Callable[[], Any]) -> Any:
@@ -126,12 +127,12 @@ class Runner:
         return Result(name, as_text(f"error: {message}", self.limit), problem)
 
 
-def _there(function: Callable[..., Any], arguments: Mapping[str, Any], limit: int) -> Any:
+def _there(function: Callable[..., Any], arguments: Mapping[str, Any], required: Sequence[str], limit: int) -> Any:
     """In a process: the result crosses as text, so that it may be of any class and size. The next call there is another
     trajectory's, and begins in the same working directory."""
     try:
         with chdir("."):
-            value = function(**check(function, arguments))
+            value = function(**check(function, arguments, required))
             return _awaited(value, limit) if inspect.isawaitable(value) else ("text", as_text(value, limit))
     except BadArguments as error:
         return "bad_arguments", str(error)

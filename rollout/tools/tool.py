@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,10 @@ class BadArguments(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """name, description, parameters (a JSON schema): what the model is told. function: called with its arguments."""
+    """name, description, parameters (a JSON schema): what the model is told. function: called with its arguments.
+
+    With a schema of one's own the function may take any (`**arguments`).
+    """
 
     name: str
     description: str
@@ -37,13 +40,11 @@ class Tool:
 
         Raises ValueError, naming the function, where it takes what JSON cannot hold, or not by name.
         """
-        if not callable(function):
-            raise ValueError(f"{str(function)[:64]!r} is no function")
+        check_function(function)
+        if any_name := _any(function):
+            raise _not_by_name(function, any_name)
         doc = docstring_parser.parse(inspect.getdoc(function) or "")
-        try:
-            parameters = _model(function).model_json_schema(schema_generator=_Untitled)
-        except (PydanticUserError, NameError, TypeError) as error:
-            raise ValueError(f"{_name(function)}: {str(error).partition(chr(10))[0]}") from error
+        parameters = _model(function).model_json_schema(schema_generator=_Untitled)
         # Forbidden anyway, and so not worth the model's attention.
         shown = {key: value for key, value in parameters.items() if key not in ("title", "additionalProperties")}
         text = "\n\n".join(part for part in (doc.short_description, doc.long_description) if part)
@@ -56,8 +57,21 @@ class Tool:
         return {"type": "function", "function": told}
 
 
-def check(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of the function's own types: what pydantic makes of the JSON. Raises BadArguments."""
+def check_function(function: Callable[..., Any]) -> None:
+    """Raises ValueError, naming it, where it cannot be called with named arguments."""
+    if not callable(function):
+        raise ValueError(f"{str(function)[:64]!r} is no function")
+    try:
+        _model(function).model_json_schema(schema_generator=_Untitled)
+    except (PydanticUserError, NameError, TypeError) as error:
+        raise ValueError(f"{_name(function)}: {str(error).partition(chr(10))[0]}") from error
+
+
+def check(function: Callable[..., Any], arguments: Mapping[str, Any], required: Sequence[str] = ()) -> dict[str, Any]:
+    """Keyword arguments of the function's own types: what pydantic makes of the JSON. Raises BadArguments.
+
+    required: names that must be there though the function can do without.
+    """
     model = _model(function)
     try:
         made = model.model_validate(dict(arguments))
@@ -66,8 +80,11 @@ def check(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[st
         named = [f"{'.'.join(map(str, e['loc'])) or 'arguments'}: {e['msg']}" for e in found[:MAX_NAMED]]
         more = f"; and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
         raise BadArguments("; ".join(named) + more) from None
+    if missing := [name for name in required if name not in arguments]:
+        raise BadArguments("; ".join(f"{name}: Field required" for name in missing[:MAX_NAMED]))
     given = made.model_fields_set
-    return {str(info.alias): getattr(made, key) for key, info in model.model_fields.items() if key in given}
+    known = {str(info.alias): getattr(made, key) for key, info in model.model_fields.items() if key in given}
+    return {**(made.model_extra or {}), **known}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -78,13 +95,26 @@ def _model(function: Callable[..., Any]) -> type[BaseModel]:
     hints = typing.get_type_hints(function, include_extras=True)
     fields: dict[str, Any] = {}
     for i, (name, parameter) in enumerate(inspect.signature(function).parameters.items()):
+        if parameter.kind is parameter.VAR_KEYWORD:
+            continue
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise ValueError(f"{_name(function)}: {name!r} must be a parameter that can be given by its name")
+            raise _not_by_name(function, name)
         default = ... if parameter.default is parameter.empty else parameter.default
         info = Field(default, alias=name, description=described.get(name))
         fields[f"parameter_{i}"] = (hints.get(name, Any), info)
-    made: type[BaseModel] = create_model("Arguments", __config__=ConfigDict(extra="forbid"), **fields)
+    others = ConfigDict(extra="allow" if _any(function) else "forbid")
+    made: type[BaseModel] = create_model("Arguments", __config__=others, **fields)
     return made
+
+
+def _any(function: Callable[..., Any]) -> str | None:
+    """The name under which it takes arguments of any name."""
+    parameters = inspect.signature(function).parameters.values()
+    return next((parameter.name for parameter in parameters if parameter.kind is parameter.VAR_KEYWORD), None)
+
+
+def _not_by_name(function: Callable[..., Any], parameter: str) -> ValueError:
+    return ValueError(f"{_name(function)}: {parameter!r} must be a parameter that can be given by its name")
 
 
 class _Untitled(GenerateJsonSchema):

@@ -89,6 +89,13 @@ def test_tools_with_a_memory() -> None:
     assert "<tool_response>\n2\n</tool_response>" in observed(record)[1]
 
 
+def test_a_tool_with_a_schema_of_its_own() -> None:
+    asking: type[ToolEnvironment] = example("class Asking")["Asking"]
+    record = run(play(asking, call("ask", '{"city": "Rome", "day": 1}') + call("ask", '{"day": 1}'), "ok"))
+    assert '\n["city", "day"]\n' in observed(record)[0]
+    assert "bad arguments: city: Field required" in observed(record)[0]
+
+
 def test_a_plug_in_that_goes_on_in_messages() -> None:
     polite: Callable[[], Base] = example("class Polite")["Polite"]
     record = run(play(polite, "give it to me", "Thank you"))  # type: ignore[arg-type]
