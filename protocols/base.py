@@ -167,7 +167,7 @@ class Value(BaseModel):
             return data
         known = cls.__pydantic_fields__
         if not data.keys() <= known.keys():
-            name = next(name for name in data if name not in known)[:64]
+            name = str(next(name for name in data if name not in known))[:64]
             refuse(f"unknown field{suggestion(name, known)}", f".{name}")
         return data if info.context is not None else {name: _local(value) for name, value in data.items()}
 

@@ -175,7 +175,10 @@ class Core:
 
     def _pending(self, message: RequestMessage, timeout: float | None) -> Pending:
         wait = self.wait(timeout)
-        frames = encode(message)
+        try:
+            frames = encode(message)
+        except UnicodeEncodeError as error:
+            raise BadRequest(f"must be text that UTF-8 can hold, not {error.object[:40]!r}") from None
         check_size(frames, self.welcome.limits if self.welcome is not None else Limits())
         return Pending(message, frames, Future(), time.monotonic() + wait, wait)
 

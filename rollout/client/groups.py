@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import itertools
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, TypedDict, Unpack
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, Literal, TypedDict, Unpack
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from protocols.fields import (
     Budget,
     Environment,
     Group,
+    Limits,
     LogprobMode,
     Purpose,
     Sampling,
@@ -23,6 +24,9 @@ from protocols.fields import (
     Template,
 )
 from rollout.client.values import Ids, checked, int32, mapping, number, several, uint8, whole
+
+MOST: Final[int] = Limits.model_fields["max_trajectories"].default
+"""Samples of a group, which no submit could be larger than."""
 
 
 class Law(TypedDict, total=False):
@@ -50,7 +54,7 @@ class Law(TypedDict, total=False):
 
 def sampling(**law: Unpack[Law]) -> Sampling:
     """`protocols.fields.Sampling` of the options of a `Law`; without any it is neutral. Raises BadRequest."""
-    _check_names(law, ())
+    _check_names(law, sampling)
     fields: dict[str, Any] = dict(law)
     bias = mapping(fields.pop("logit_bias", None), "logit_bias")
     if bias:
@@ -127,9 +131,10 @@ class GroupMaker:
 
         Raises BadRequest naming the field. What only the worker knows (vocabulary, limits) is checked by `submit`.
         """
-        _check_names(law, inspect.signature(GroupMaker.group).parameters)
-        if whole(n, "n") < 1:
-            raise BadRequest(f"must be at least 1, not {n}", field="n")
+        _check_names(law, GroupMaker.group)
+        n = whole(n, "n")
+        if not 1 <= n <= MOST:
+            raise BadRequest(f"must lie in [1, {MOST}], not {n}", field="n")
         if (prompt_ids is None) == (messages is None):
             raise BadRequest(
                 "give either prompt_ids or messages", field="prompt_ids" if messages is None else "messages"
@@ -179,11 +184,12 @@ class GroupMaker:
         )
 
 
-def _check_names(law: Mapping[str, Any], others: Iterable[str]) -> None:
-    """Raises BadRequest for what is no option of a `Law`. others: names that may have been meant besides."""
+def _check_names(law: Mapping[str, Any], call: Callable[..., Any]) -> None:
+    """Raises BadRequest for what is no option of a `Law`; another argument of `call` may have been meant."""
     for name in law:
         if name not in Law.__annotations__:
-            raise BadRequest(f"unknown field{suggestion(name, [*Law.__annotations__, *others])}", field=name)
+            known = [*Law.__annotations__, *inspect.signature(call).parameters]
+            raise BadRequest(f"unknown field{suggestion(name, known)}", field=name)
 
 
 def _schemas(tools: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
@@ -211,10 +217,11 @@ def _environment(
         raise BadRequest("must be a name (its configuration goes into config=) or an Environment", field="environment")
     if script is not None and name != "scripted":
         raise BadRequest(f"environment {name!r} takes no script", field="script")
-    if config and environment is None:
+    settings = mapping(config, "config")
+    if settings and environment is None:
         raise BadRequest("is of an environment, and none is named", field="config")
     entries = tuple(
         entry if isinstance(entry, ScriptedTurn) else turn(int32(entry, f"script[{k}]"))
-        for k, entry in enumerate(several(script or (), "script"))
+        for k, entry in enumerate(several(() if script is None else script, "script"))
     )
-    return checked(Environment, name=name, script=entries, config=mapping(config, "config"))
+    return checked(Environment, name=name, script=entries, config=settings)

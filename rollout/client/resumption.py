@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from protocols.errors import BadRequest
 from protocols.fields import Group, Record
 from rollout.client.trajectory import Trajectory
+from rollout.client.values import instance
 
 
 def resumption(
@@ -21,11 +22,10 @@ def resumption(
     again: dict[str, Group] = {}
     records: list[Record] = []
     for i, item in enumerate(resume):
+        instance(item, Group | Trajectory, f"resume[{i}]")
         if isinstance(item, Group):
             kept.append(item)
             continue
-        if not isinstance(item, Trajectory):
-            raise BadRequest(f"must be a Group or a Trajectory, not {type(item).__name__}", field=f"resume[{i}]")
         record, group = item.record, item.group
         if record.partial is None or group is None:
             why = f"{item.trajectory_id} cannot go on: it is {item.status} ({item.finish_reason}), or its environment"

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from sys import float_info
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Any, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -103,15 +104,24 @@ def several(values: Any, field: str) -> tuple[Any, ...]:
 
 def mapping(values: Any, field: str) -> dict[str, Any]:
     """Nothing is an empty one. Raises BadRequest naming `field`."""
-    if values is not None and not isinstance(values, Mapping):
+    if values is None:
+        return {}
+    if not isinstance(values, Mapping):
         raise BadRequest(f"must be a map, not {_shown(values)}", field=field)
-    return dict(values or {})
+    return dict(values)
 
 
 def one_of(value: Any, words: tuple[str, ...], field: str) -> None:
     """Raises BadRequest naming `field`."""
-    if value not in words:
+    if not isinstance(value, str) or value not in words:
         raise BadRequest(f"must be {' or '.join(map(repr, words))}, not {_shown(value)}", field=field)
+
+
+def instance(value: Any, kinds: type | UnionType, field: str) -> None:
+    """What this client or the worker has made. Raises BadRequest naming `field`."""
+    if not isinstance(value, kinds):
+        expected = " or ".join(kind.__name__ for kind in get_args(kinds) or (kinds,))
+        raise BadRequest(f"must be a {expected}, not {type(value).__name__}", field=field)
 
 
 def absolute(path: Any, field: str, hint: str = "") -> str:

@@ -16,7 +16,7 @@ from protocols.requests import AbortWeightsRequest, CommitWeightsRequest, Prepar
 from rollout.client.call import Call
 from rollout.client.core import Core
 from rollout.client.push import PushedWeights, check_installed
-from rollout.client.values import absolute, mapping, one_of, seconds, whole
+from rollout.client.values import absolute, instance, mapping, one_of, seconds, whole
 from rollout.client.waiting import Steps
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ class WeightCalls:
         """Read and check weights while generation goes on; serve them later by `commit_weights`."""
         message = self._core.message(
             PrepareWeightsRequest,
-            update_id=update_id or f"update-{secrets.token_hex(6)}",
+            update_id=f"update-{secrets.token_hex(6)}" if update_id is None else update_id,
             path=absolute(path, "path", ": a live model goes to push_weights"),
             version=version,
             checksums=None if checksums is None else mapping(checksums, "checksums"),
@@ -186,12 +186,13 @@ class WeightCalls:
         timeout: float = 600.0,
     ) -> Steps[WeightsCommitted]:
         """Make prepared weights serve. Repeating it for weights that serve already is harmless."""
+        instance(prepared, WeightsPrepared, "prepared")
         drain_s = _drain_s(mode, drain_timeout, on_timeout)
         message = self._core.message(
             CommitWeightsRequest,
             update_id=prepared.update_id,
             version=prepared.version,
-            digest=digest or prepared.digest,
+            digest=prepared.digest if digest is None else digest,
             mode=mode,
             drain_timeout_s=drain_s,
             on_drain_timeout=on_timeout,
@@ -201,6 +202,7 @@ class WeightCalls:
     @Call
     def abort_weights(self, prepared: WeightsPrepared | str, *, timeout: float | None = None) -> Steps[None]:
         """Make the worker forget prepared weights (given by the reply or by the update id)."""
+        instance(prepared, WeightsPrepared | str, "prepared")
         update_id = prepared.update_id if isinstance(prepared, WeightsPrepared) else prepared
         yield from self._core.ask(self._core.message(AbortWeightsRequest, update_id=update_id), Ok, timeout)
 

@@ -6,7 +6,6 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, Literal, TypeVar
 
-from protocols.errors import BadRequest
 from protocols.fields import Group
 from protocols.replies import Ok, TurnDone, Welcome
 from protocols.requests import Cancel, Continue, SubmitBatch
@@ -17,7 +16,7 @@ from rollout.client.ledger import Item
 from rollout.client.limits import check_groups
 from rollout.client.resumption import resumption
 from rollout.client.trajectory import Trajectory
-from rollout.client.values import Ids, int32, mapping, number, several
+from rollout.client.values import Ids, instance, int32, mapping, number, several
 from rollout.client.waiting import Mailbox, Steps
 
 Surplus = Literal["keep", "return"]
@@ -64,10 +63,7 @@ class WorkCalls(Generic[B]):
         resumed, again, partials = resumption(several(resume, "resume"))
         new = several(groups, "groups")
         for i, group in enumerate(new):
-            if not isinstance(group, Group):
-                raise BadRequest(
-                    f"must be a Group, as `group` makes one, not {type(group).__name__}", field=f"groups[{i}]"
-                )
+            instance(group, Group, f"groups[{i}]")
         message = self._core.message(
             SubmitBatch,
             batch_id=batch_id if batch_id is not None else f"batch-{secrets.token_hex(6)}",
@@ -106,6 +102,7 @@ class WorkCalls(Generic[B]):
         A repeat is harmless. So is the answer to a turn from before a worker's restart: that trajectory has
         started again, and its turns come again.
         """
+        instance(turn_done, TurnDone, "turn_done")
         message = self._core.message(
             Continue,
             trajectory_id=turn_done.trajectory_id,

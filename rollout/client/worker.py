@@ -45,7 +45,7 @@ class WorkerCalls:
             Score,
             sequences=arrays,
             sampled=None if masks is None else tuple(uint8(mask, f"sampled[{i}]") for i, mask in enumerate(masks)),
-            sampling=sampling or Sampling(),
+            sampling=Sampling() if sampling is None else sampling,
         )
         reply = yield from self._core.ask(message, Scored, timeout)
         for mode, rows in reply.logprobs.items():

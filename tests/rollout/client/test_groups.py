@@ -151,6 +151,11 @@ def test_scripts_mix_plain_observations_and_turns(group: Callable[..., Group]) -
     assert (second.observation, second.glue.tolist(), second.max_tokens) == (None, [4], 5)
 
 
+def test_a_script_may_be_an_array(group: Callable[..., Group]) -> None:
+    script = group([1], script=np.array([[2, 3], [4, 5]])).environment.script
+    assert [entry.observation.tolist() for entry in script if entry.observation is not None] == [[2, 3], [4, 5]]
+
+
 def test_an_environment_may_be_given_whole(group: Callable[..., Group]) -> None:
     environment = Environment(name="x", config={"a": 1})
     assert group([1], environment=environment).environment is environment
@@ -169,6 +174,7 @@ def test_an_environment_may_be_given_whole(group: Callable[..., Group]) -> None:
         ({"prompt_ids": [2**70]}, "prompt_ids"),
         ({"prompt_ids": [True]}, "prompt_ids"),
         ({"n": 0}, "n"),
+        ({"n": 2**40}, "n"),
         ({"n": 2, "trajectory_ids": ["a"]}, "trajectory_ids"),
         ({"n": 2, "trajectory_ids": ["a", "a"]}, "trajectory_ids"),
         ({"n": 2, "sample_indices": [1, 1]}, "sample_indices"),

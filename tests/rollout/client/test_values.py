@@ -196,3 +196,29 @@ def test_masks_are_small_integers(values: Any) -> None:
     with pytest.raises(BadRequest) as caught:
         uint8(values, "sampled[0]")
     assert caught.value.field == "sampled[0]"
+
+
+OTHERS: Table = [
+    ("turn_done", lambda c, v: c.continue_(v)),
+    ("prepared", lambda c, v: c.commit_weights(v)),
+    ("prepared", lambda c, v: c.abort_weights(v)),
+    ("groups[1]", lambda c, v: c.submit([c.group([1]), v])),
+    ("resume[0]", lambda c, v: c.submit(resume=[v])),
+    ("mode", lambda c, v: c.commit_weights(PREPARED, mode=v)),
+    ("on_timeout", lambda c, v: c.update_weights("weights", 1, on_timeout=v)),
+    ("sampling", lambda c, v: c.score([[1]], v)),
+    ("path", lambda c, v: c.update_weights(v, 1)),
+    ("digest", lambda c, v: c.commit_weights(PREPARED, digest=v)),
+    ("update_id", lambda c, v: c.prepare_weights("weights", 1, update_id=v)),
+]
+
+
+@pytest.mark.parametrize(("name", "ask"), OTHERS)
+@pytest.mark.parametrize("value", [7, 2.5, True, b"ab", ["x"], {1: 2}, np.array([1, 2]), object()], ids=repr)
+def test_everything_else_is_what_it_should_be(client: RolloutClient, name: str, ask: Ask, value: Any) -> None:
+    assert refused(client, ask, value).partition(".")[0] == name
+
+
+def test_text_that_cannot_be_sent(client: RolloutClient) -> None:
+    with pytest.raises(BadRequest, match="UTF-8"):
+        client.commit_weights(PREPARED, digest="\udc80")
