@@ -91,22 +91,27 @@ class Runner:
 
     async def _text(self, tool: Tool, arguments: Mapping[str, Any]) -> str:
         function, required = tool.function, tuple(tool.parameters.get("required", ()))
+        if inspect.iscoroutinefunction(function):
+            value = await self._here(function, **check(function, arguments, required))
+            if isinstance(value, str):
+                return as_text(value, self.limit)
+            return str(await self._here(as_text, value, self.limit))  # others' code, again, and it may take its time
+        args = (function, dict(arguments), required, self.limit)
         if self.pool is not None and _has_address(function):
-            args = (function, dict(arguments), required, self.limit)
             kind, text = await self.pool.call(
                 _there, args, self.deadline_s, owner=self.owner, wait=self.wait_s, imports=function
             )
-            if kind == "bad_arguments":
-                raise BadArguments(text)
-            if kind == "raised":
-                raise Reported(text)
-            return str(text)
-        given = check(function, arguments, required)
-        return as_text(await self._here(functools.partial(function, **given)), self.limit)
+        else:
+            kind, text = await self._here(_called, *args)
+        if kind == "bad_arguments":
+            raise BadArguments(text)
+        if kind == "raised":
+            raise Reported(text)
+        return str(text)
 
-    async def _here(self, function: Callable[[], Any]) -> Any:
+    async def _here(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """On the loop where it is a coroutine function, else on a thread."""
-        started = Started(function)
+        started = Started(functools.partial(function, **kwargs), *args)
         try:
             await asyncio.wait({started.task}, timeout=self.deadline_s)
             if not started.task.done():
@@ -127,15 +132,22 @@ class Runner:
         return Result(name, as_text(f"error: {message}", self.limit), problem)
 
 
-def _there(function: Callable[..., Any], arguments: Mapping[str, Any], required: Sequence[str], limit: int) -> Any:
-    """In a process: the result crosses as text, so that it may be of any class and size. The next call there is another
-    trajectory's, and begins in the same working directory."""
+def _there(*call: Any) -> Any:
+    """In a process: as `_called`. The next call there is another trajectory's, and begins in the same working
+    directory."""
+    with chdir("."):
+        return _called(*call)
+
+
+def _called(function: Callable[..., Any], arguments: Mapping[str, Any], required: Sequence[str], limit: int) -> Any:
+    """The result as text, so that it may be of any class and size: whoever asked has only that to look at."""
     try:
-        with chdir("."):
-            value = function(**check(function, arguments, required))
-            return _awaited(value, limit) if inspect.isawaitable(value) else ("text", as_text(value, limit))
+        value = function(**check(function, arguments, required))
+        return _awaited(value, limit) if inspect.isawaitable(value) else ("text", as_text(value, limit))
     except BadArguments as error:
         return "bad_arguments", str(error)
+    except NoProcess:
+        raise
     except BaseException as error:
         return "raised", as_text(describe(error), limit)
 
@@ -144,6 +156,8 @@ async def _awaited(value: Awaitable[Any], limit: int) -> tuple[str, str]:
     """Of a plain function that wraps a coroutine function."""
     try:
         return "text", as_text(await value, limit)
+    except NoProcess:
+        raise
     except BaseException as error:
         return "raised", as_text(describe(error), limit)
 

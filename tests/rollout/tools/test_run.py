@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,6 +88,40 @@ def test_a_module_that_no_process_can_import_is_no_tool_that_failed(
     say = say_from(tmp_path, monkeypatch, "import time; time.sleep(600)")
     with pytest.raises(NoProcess, match=r"within 0\.5 s"):
         called((say, {}), wait_s=0.5)
+
+
+@pytest.mark.parametrize("kind", ["def", "async def", "generator"])
+def test_a_result_is_written_down_beside_the_loop_and_within_its_deadline(kind: str) -> None:
+    """Its text is made by code of others: of a closure's, of a coroutine's, of a generator's result."""
+    release = threading.Event()
+
+    class Slow:
+        def __str__(self) -> str:
+            return "said" if release.wait(5) else "the loop was held up"
+
+    def plain() -> Any:
+        return Slow()
+
+    async def later() -> Any:
+        return Slow()
+
+    def one_by_one() -> Any:
+        yield str(Slow())
+
+    function = {"def": plain, "async def": later, "generator": one_by_one}[kind]
+    tools = {"f": Tool("f", "", {}, function)}
+
+    async def main() -> tuple[Result, Result]:
+        asyncio.get_running_loop().call_later(0.05, release.set)
+        (said,) = await Runner(tools).run([Call("f", {})])
+        release.clear()
+        (late,) = await Runner(tools, deadline_s=0.1).run([Call("f", {})])
+        release.set()
+        return said, late
+
+    said, late = run(main())
+    assert "said" in said.text
+    assert late == Result("f", "error: timeout: no result within 0.1 s", "timeout")
 
 
 class Leaving:
