@@ -22,7 +22,7 @@ import torch
 
 from engine.errors import WeightsIncomplete, WeightsInvalid
 from engine.start.progress import READING, Progress, silent
-from engine.weights.arena import EMBEDDING, HEAD, Arena
+from engine.weights.arena import EMBEDDING, HEAD, Arena, Shape
 from engine.weights.safetensors_file import Entry, SafetensorsFile, check_sum
 
 INDEX = "model.safetensors.index.json"
@@ -94,15 +94,10 @@ def read_checkpoint(
     name -> "sha256:hex" over the whole file, for any files of the directory. progress: told of bytes of the arena.
     Raises `WeightsIncomplete` or `WeightsInvalid`.
     """
-    files = find_files(path)
     sums = dict(checksums or {})
-    for name in sums.keys() - {file.name for file in files.paths}:
-        _check_other_file(path, name, sums[name])
-    with ExitStack() as stack:
-        sources = [stack.enter_context(SafetensorsFile(file)) for file in files.paths]
-        if files.home is not None:
-            _check_index(sources, files.home)
-        _check_headers(path, sources, arena)
+    with opened(path, {name: tuple(view.shape) for name, view in arena.parts.items()}) as sources, ExitStack() as stack:
+        for name in sums.keys() - {source.path.name for source in sources}:
+            _check_other_file(path, name, sums[name])
         pool = ThreadPoolExecutor(READERS, thread_name_prefix="weights")
         # Whatever happens, no thread reads on once the files are closed and the arena is someone else's.
         stack.callback(pool.shutdown, cancel_futures=True)
@@ -112,6 +107,21 @@ def read_checkpoint(
             check.result()
         for source in sources:
             source.check_unchanged()
+
+
+@contextmanager
+def opened(path: Path, shapes: Mapping[str, Shape]) -> Iterator[list[SafetensorsFile]]:
+    """The open files of a checkpoint that holds just these tensors (HF name -> shape), which their headers say.
+
+    A head may stand beside tied weights. Raises `WeightsIncomplete` or `WeightsInvalid`.
+    """
+    files = find_files(path)
+    with ExitStack() as stack:
+        sources = [stack.enter_context(SafetensorsFile(file)) for file in files.paths]
+        if files.home is not None:
+            _check_index(sources, files.home)
+        _check_headers(path, sources, shapes)
+        yield sources
 
 
 def _read_tensors(
@@ -179,8 +189,8 @@ def _check_index(sources: Sequence[SafetensorsFile], home: Mapping[str, Path]) -
                 raise WeightsInvalid(f"{file}: holds tensor {name}, which {INDEX} puts {where}", field=name)
 
 
-def _check_headers(path: Path, sources: Sequence[SafetensorsFile], arena: Arena) -> None:
-    """Names, dtypes and shapes are exactly those of the arena; a head beside tied weights is the one extra allowed."""
+def _check_headers(path: Path, sources: Sequence[SafetensorsFile], shapes: Mapping[str, Shape]) -> None:
+    """Names, dtypes and shapes are those expected; a head beside tied weights is the one extra allowed."""
     seen: dict[str, Path] = {}
     for source in sources:
         for entry in source.entries:
@@ -188,24 +198,20 @@ def _check_headers(path: Path, sources: Sequence[SafetensorsFile], arena: Arena)
             if name in seen:
                 raise WeightsInvalid(f"tensor {name} is in {seen[name].name} and in {source.path.name}", field=name)
             seen[name] = source.path
-            expected = arena.parts.get(_place(name, arena))
+            # Under tied weights the head is the embedding.
+            expected = shapes.get(EMBEDDING if name == HEAD and HEAD not in shapes else name)
             if expected is None:
                 raise WeightsInvalid(f"{source.path}: unexpected tensor {name} {list(entry.shape)}", field=name)
             if entry.dtype not in SOURCE_DTYPES:
                 message = f"expected dtype {', '.join(SOURCE_DTYPES)}, found {entry.dtype}"
                 raise WeightsInvalid(f"{source.path}: tensor {name}: {message}", field=name)
-            if entry.shape != tuple(expected.shape):
-                message = f"expected shape {list(expected.shape)}, found {list(entry.shape)}"
+            if entry.shape != expected:
+                message = f"expected shape {list(expected)}, found {list(entry.shape)}"
                 raise WeightsInvalid(f"{source.path}: tensor {name}: {message}", field=name)
-    missing = [name for name in arena.parts if name not in seen]
+    missing = [name for name in shapes if name not in seen]
     if missing:
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         raise WeightsIncomplete(f"{path}: tensor {missing[0]}{more} is missing", field=missing[0])
-
-
-def _place(name: str, arena: Arena) -> str:
-    """The tensor of the arena that `name` fills: under tied weights the head is the embedding."""
-    return EMBEDDING if name == HEAD and HEAD not in arena.parts else name
 
 
 def _read_tensor(

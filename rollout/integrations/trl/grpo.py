@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -42,12 +43,9 @@ class GRPORollouts:
     ) -> None:
         self._client = client
         self._encode = encode
-        self._push: dict[str, Any] = {
-            "directory": directory,
-            "mode": mode,
-            "drain_timeout": drain_timeout,
-            "on_timeout": on_timeout,
-        }
+        self._push = partial(
+            client.push_weights, directory=directory, mode=mode, drain_timeout=drain_timeout, on_timeout=on_timeout
+        )
         self._options = options
         self._trainer: Any = None
         self._version = 0
@@ -78,7 +76,7 @@ class GRPORollouts:
         self._version += 1
         weights = accelerator.get_state_dict(self._trainer.model)
         if accelerator.is_main_process:
-            self._client.push_weights(weights, self._version, **self._push)
+            self._push(weights, self._version)
         accelerator.wait_for_everyone()
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:

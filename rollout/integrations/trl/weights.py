@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rollout.client import RolloutClient
@@ -29,10 +30,9 @@ class WorkerWeights:
         on_timeout: OnTimeout = "abort",
     ) -> None:
         self._client = client
-        self._directory = directory
-        self._mode: Mode = mode
-        self._drain_timeout = drain_timeout
-        self._on_timeout: OnTimeout = on_timeout
+        self._push = partial(
+            client.push_weights, directory=directory, mode=mode, drain_timeout=drain_timeout, on_timeout=on_timeout
+        )
         self._version = 0
 
     def init_weight_transfer(self) -> None:
@@ -45,14 +45,7 @@ class WorkerWeights:
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Returns when they serve. Raises what `push_weights` raises; the old weights then serve on."""
         self._version += 1
-        self._client.push_weights(
-            iterator,
-            self._version,
-            directory=self._directory,
-            mode=self._mode,
-            drain_timeout=self._drain_timeout,
-            on_timeout=self._on_timeout,
-        )
+        self._push(iterator, self._version)
 
     def resume(self) -> None:
         """Nothing, as `pause`."""

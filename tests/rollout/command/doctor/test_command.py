@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.weights.checkpoint import INDEX
 from rollout.command.cli import main
 from rollout.command.doctor import machine
 from rollout.command.doctor.finding import Finding, safely
@@ -89,7 +90,12 @@ def test_an_option_that_is_wrong_is_the_end(capsys: pytest.CaptureFixture[str]) 
                 json.dumps(json.loads((p / "config.json").read_text()) | {"vocab_size": 513})
             ),
             "weights",
-            "is [512, 64], not [513, 64], and 1 more",
+            "expected shape [513, 64], found [512, 64]: make the copy again, or save it with its own config.json",
+        ),
+        (
+            lambda p: (p / INDEX).write_text((p / INDEX).read_text().replace("model.norm.weight", "model.norm")),
+            "weights",
+            "tensor model.norm should be in",
         ),
         (lambda p: (p / "tokenizer.json").write_text("{}"), "tokenizer", "tokenizer.json"),
     ],
