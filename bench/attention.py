@@ -21,9 +21,11 @@ import torch
 from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
 from bench.report_fields import clean, commit, device_name, versions, write
+from engine.attention.paged_step import decode_kernel
 from engine.attention.shared import Runs, find_runs, no_runs
-from engine.attention.split import capacity, cut, most_runs
-from engine.kernels import paged_decode as ours
+from engine.attention.split import capacity, most_runs, num_streams
+from engine.attention.tables import tables_of
+from engine.kernels.paged_decode import DecodeScratch
 
 HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 16
 BYTES_PER_TOKEN = 2 * KV_HEADS * DIM * 2
@@ -124,21 +126,14 @@ def runs(batch: Batch) -> Call:
 
 
 def cut_call(batch: Batch, sharing: Runs) -> Call:
-    rows = len(batch.lengths)
-    before = sharing.before(rows)
-    cutting = cut(np.concatenate((batch.lengths - before, sharing.lengths)), capacity(rows))
-    skipped = np.concatenate((before, np.zeros_like(sharing.lengths)))[cutting.rows]
-    arrays = (cutting.rows, cutting.starts + skipped, cutting.stops + skipped, cutting.firsts, cutting.counts)
-    owners, starts, stops, firsts, counts, seats, members = (
-        torch.from_numpy(array).to(DEVICE) for array in (*arrays, sharing.seats, sharing.members)
-    )
-    indptr = batch.indptr.to(DEVICE)
-    scratch = ours.DecodeScratch(capacity(rows), rows, HEADS, KV_HEADS, DIM, DEVICE)
+    kernel = decode_kernel(HEADS, KV_HEADS, DIM, torch.bfloat16)
+    rows, streams = len(batch.lengths), num_streams(KV_HEADS)
+    tables = tables_of(batch.lengths, batch.indptr.numpy(), sharing, rows, streams).on(DEVICE)
+    scratch = DecodeScratch(capacity(rows, streams), rows, HEADS, KV_HEADS, DIM, DEVICE)
 
     def call(i: int) -> torch.Tensor:
         out = torch.empty_like(batch.q[i])
-        tables = (owners, starts, stops, firsts, counts, seats, members, indptr, batch.indices)
-        ours.paged_decode(batch.q[i], batch.keys[i], batch.values[i], *tables, scratch, out)
+        kernel(batch.q[i], batch.keys[i], batch.values[i], tables, batch.indices, scratch, out)
         return out
 
     return call

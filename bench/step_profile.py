@@ -28,7 +28,7 @@ from engine.start.build import LoadedEngine, load_engine
 
 STEPS = 24
 PARTS = {
-    "attention": r"decode_kernel|BatchPrefill|PrefillWithKV",
+    "attention": r"decode_kernel|tma_decode|BatchPrefill|PrefillWithKV",
     "linears": r"gate_up|dot_kernel|vector_kernel|gemm|cutlass|nvjet|cublas|splitK|xmma",
     "small": r"norm_kernel|qk_norm_rope_write_kernel|silu_mul_kernel|scale_kernel|index_select|indexSelect|gather",
     "sampling": r"sample_\w+_kernel|weigh_kernel|settle_kernel|ties_\w*kernel|index_copy|reduce|argmax",

@@ -11,7 +11,32 @@ from torch import Tensor
 
 from engine.attention.shared import MEMBERS
 from engine.attention.split import capacity, most_runs
+from engine.attention.tables import Tables
+from engine.kernels import tma_decode
 from engine.kernels.paged_decode import DecodeScratch, paged_decode
+
+
+class DecodeKernel(Protocol):
+    """As `paged_decode`."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        tables: Tables[Tensor],
+        block_ids: Tensor,
+        scratch: DecodeScratch,
+        out: Tensor,
+    ) -> None: ...
+
+
+def decode_kernel(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> DecodeKernel:
+    """The faster one that is written for this, compiled."""
+    if tma_decode.fits(heads, kv_heads, dim, dtype):
+        tma_decode.prepare(heads, kv_heads, dim)
+        return tma_decode.paged_decode
+    return paged_decode
 
 
 class Prefill(Protocol):
@@ -23,34 +48,27 @@ class DecodeStep:
     """Views of the step's input for `rows` decode rows; shapes as in `paged_decode`."""
 
     rows: int
-    tile_owners: Tensor
-    tile_starts: Tensor
-    tile_stops: Tensor
-    first_tiles: Tensor
-    tile_counts: Tensor
-    seats: Tensor
-    members: Tensor
-    block_indptr: Tensor
+    tables: Tables[Tensor]
     block_ids: Tensor
+    kernel: DecodeKernel
     scratch: DecodeScratch
 
     @classmethod
-    def of(cls, fixed: Mapping[str, Tensor], rows: int, scratch: DecodeScratch) -> DecodeStep:
+    def of(cls, fixed: Mapping[str, Tensor], rows: int, kernel: DecodeKernel, scratch: DecodeScratch) -> DecodeStep:
         """fixed: `CudaInput.fixed`."""
-        tiles, runs = capacity(rows), most_runs(rows)
-        return cls(
-            rows,
+        runs = most_runs(rows)
+        tiles, owners = capacity(rows, len(fixed["streams"]) - 1), rows + runs
+        tables = Tables(
             fixed["tile_owners"][:tiles],
-            fixed["tile_starts"][:tiles],
-            fixed["tile_stops"][:tiles],
-            fixed["first_tiles"][: rows + runs],
-            fixed["tile_counts"][: rows + runs],
+            fixed["tile_blocks"][:tiles],
+            fixed["tile_tokens"][:tiles],
+            fixed["streams"],
+            fixed["first_tiles"][:owners],
+            fixed["tile_counts"][:owners],
             fixed["seats"][:rows],
             fixed["members"][: runs * MEMBERS],
-            fixed["block_indptr"][: rows + 1],
-            fixed["block_ids"],
-            scratch,
         )
+        return cls(rows, tables, fixed["block_ids"], kernel, scratch)
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         out = torch.empty_like(q)
@@ -59,22 +77,7 @@ class DecodeStep:
 
     def write(self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
         """`attend` into out [rows, heads, head_dim]."""
-        paged_decode(
-            q,
-            keys,
-            values,
-            self.tile_owners,
-            self.tile_starts,
-            self.tile_stops,
-            self.first_tiles,
-            self.tile_counts,
-            self.seats,
-            self.members,
-            self.block_indptr,
-            self.block_ids,
-            self.scratch,
-            out,
-        )
+        self.kernel(q, keys, values, self.tables, self.block_ids, self.scratch, out)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,14 @@ class Runs:
         covered[seated] = self.lengths[self.seats[seated] // MEMBERS]
         return covered
 
+    def order(self, rows: int) -> IntArray:
+        """int32[rows + runs], the rows and, as rows + run, the runs, each just ahead of its members: who reads them
+        next puts their parts together."""
+        if not len(self.lengths):
+            return np.arange(rows, dtype=np.int32)
+        seats = np.where(self.seats >= 0, self.seats, len(self.members) * MEMBERS)
+        return np.argsort(np.concatenate((2 * seats + 1, np.arange(len(self.members)) * 2 * MEMBERS))).astype(np.int32)
+
 
 def no_runs(rows: int) -> Runs:
     return Runs(np.empty((0, MEMBERS), np.int32), np.empty(0, np.int32), np.full(rows, -1, np.int32))

@@ -1,8 +1,9 @@
 """How the decode rows of a step are cut into tiles, so that no row makes the others wait.
 
-The cut is made on the host, once a step, and shared by all layers. It depends on lengths only; its arrays have a
-fixed size per batch size, so that a captured graph reads them at fixed addresses. What several rows share (`Runs`) is
-cut like a row of its own.
+Rows in a row, as long as they are, are cut into streams of the same number of tokens: each has one program for every
+KV head, all of them run at once, and end together. The cut is made on the host, once a step, and shared by all layers.
+It depends on lengths only; its arrays have a fixed size per batch size, so that a captured graph reads them at fixed
+addresses. What several rows share (`Runs`) is cut like a row of its own.
 """
 
 from __future__ import annotations
@@ -14,75 +15,84 @@ import numpy.typing as npt
 
 from engine.request import IntArray
 
-CANDIDATES = 64 * np.array(
-    [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 96, 128, 256, 512, 1024]
-)
-"""Tile lengths tried, in tokens: multiples of what the kernel reads at a time."""
+STEP = 64
+"""Tokens that the kernel reads at a time: rows are cut at multiples of it."""
 
-WAVE = 33
-"""Tiles that run at once on 132 multiprocessors: two programs each, one program for each of 8 KV heads of a tile."""
+LEAST_STEPS = 2
+"""Of a stream: with fewer, putting the parts of a row together takes longer than reading them."""
 
-START_COST = 48
-"""What beginning and ending a tile costs, in tokens of reading."""
+MERGE_STEPS = 4
+"""What putting a row's parts together costs, in steps of reading."""
+
+PROGRAMS = 264
+"""That run at once: two on each of the 132 multiprocessors of an H100 or H200."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """rows, starts, stops: int32[capacity], tile t covers tokens [starts[t], stops[t]) of decode row rows[t]; unused
-    tiles have start == stop == 0. firsts, counts: int32[R], row r has counts[r] tiles from firsts[r] on. The longest
-    row comes first: what takes longest should not begin last."""
+    """owners, starts, tokens: int32[capacity], tile t covers tokens[t] tokens of owners[t] from starts[t] on; unused
+    tiles have none. firsts, counts: int32[R], owner r has counts[r] tiles from firsts[r] on. streams: int32[S + 1],
+    stream s has the tiles from streams[s] up to streams[s + 1]."""
 
-    rows: IntArray
+    owners: IntArray
     starts: IntArray
-    stops: IntArray
+    tokens: IntArray
     firsts: IntArray
     counts: IntArray
+    streams: IntArray
 
 
 SHARE_FROM = 16
 """Decode rows from which on shared prefixes are read once: below, the attention of a step is short anyway."""
 
 
-def capacity(rows: int) -> int:
-    """Tiles that a step of `rows` decode rows may be cut into: two waves at least, and two waves beyond one a row and
-    one for every eighth row, for what it shares."""
-    return 2 * WAVE + (rows + rows // 8 if rows > WAVE else 0)
+def num_streams(kv_heads: int) -> int:
+    return max(1, PROGRAMS // kv_heads)
+
+
+def capacity(rows: int, streams: int) -> int:
+    """Tiles that a step of `rows` decode rows may be cut into: a row, or what rows share, is one tile, and one more for
+    every border between two streams that lies in it."""
+    return rows + most_runs(rows) + streams - 1
 
 
 def most_runs(rows: int) -> int:
     """Runs of rows with a shared prefix that a step of `rows` decode rows may have."""
-    return min(rows // 2, capacity(rows) - rows) if rows >= SHARE_FROM else 0
+    return min(rows // 2, rows // 8 + 66) if rows >= SHARE_FROM else 0
 
 
-def cut(lengths: npt.NDArray[np.int32], most: int) -> Tiles:
-    """Cut rows of `lengths` (each at least 1) into at most `most` tiles, `most` at least one a row.
+def cut(lengths: npt.NDArray[np.int32], order: IntArray, streams: int, most: int, merged: bool = False) -> Tiles:
+    """Cut owners of `lengths` (each at least 1), read in `order` (int32[R]), into `streams`.
 
-    Of the candidate lengths the one with the shortest estimated time: full waves of the mean tile, or the longest
-    tile alone. Rows of one tile need no merging, so equal estimates go to the longer tile.
+    most: length of the arrays, at least a tile for each owner and one for every border between streams. merged: rows
+    are put together of parts anyway.
     """
-    if most < len(lengths):
-        raise ValueError(f"{len(lengths)} rows do not fit into {most} tiles")
-    longest, total = int(lengths.max()), int(lengths.sum())
-    counts = -(-lengths[None, :] // CANDIDATES[:, None])
-    tiles = counts.sum(axis=1)
-    mean, largest = total / tiles, np.minimum(CANDIDATES, longest)
-    time = np.maximum(-(-tiles // WAVE) * (mean + START_COST), largest + START_COST)
-    time[tiles > most] = np.inf
-    best = len(time) - 1 - int(np.argmin(time[::-1]))
-    # Past the last candidate a row is one tile whatever its length.
-    length = longest if np.isinf(time[best]) else int(CANDIDATES[best])
-    return _tiles(lengths, length, most)
+    if most < len(lengths) + streams - 1:
+        raise ValueError(f"{len(lengths)} rows in {streams} streams do not fit into {most} tiles")
+    steps = -(-lengths[order] // STEP)
+    ends = np.cumsum(steps, dtype=np.int64)
+    borders = _borders(ends, streams, 0 if merged else MERGE_STEPS)
+    edges = np.unique(np.concatenate((borders, ends)))
+    used = len(edges) - 1
+    places = np.searchsorted(ends, edges[:-1], side="right")
+    owners, starts, tokens = np.zeros((3, most), np.int32)
+    owners[:used] = order[places]
+    starts[:used] = (edges[:-1] - (ends - steps)[places]) * STEP
+    tokens[:used] = np.minimum(np.diff(edges) * STEP, lengths[owners[:used]] - starts[:used])
+    firsts, counts = np.empty((2, len(lengths)), np.int32)
+    first_edges = np.searchsorted(edges, ends - steps)
+    firsts[order] = first_edges
+    counts[order] = np.diff(first_edges, append=used)
+    return Tiles(owners, starts, tokens, firsts, counts, np.searchsorted(edges, borders).astype(np.int32))
 
 
-def _tiles(lengths: npt.NDArray[np.int32], length: int, most: int) -> Tiles:
-    counts = -(-lengths // length)
-    order = np.argsort(-lengths, kind="stable").astype(np.int32)
-    ends = np.cumsum(counts[order], dtype=np.int32)
-    used = int(ends[-1])
-    firsts = np.empty_like(ends)
-    firsts[order] = ends - counts[order]
-    rows, starts, stops = np.zeros((3, most), np.int32)
-    rows[:used] = np.repeat(order, counts[order])
-    starts[:used] = (np.arange(used, dtype=np.int32) - firsts[rows[:used]]) * length
-    stops[:used] = np.minimum(starts[:used] + length, lengths[rows[:used]])
-    return Tiles(rows, starts, stops, firsts, counts)
+def _borders(ends: npt.NDArray[np.int64], streams: int, slack: int) -> npt.NDArray[np.int64]:
+    """int64[streams + 1], in steps, as `ends`, int64[R], of the rows: as many whole rows in each stream where that
+    takes at most `slack` more, else as many steps."""
+    total = int(ends[-1])
+    rows = -(-len(ends) // streams)
+    whole = np.append(0, ends[np.minimum(np.arange(1, streams + 1) * rows, len(ends)) - 1])
+    parts = min(streams, -(-total // LEAST_STEPS))
+    if np.diff(whole).max() <= -(-total // parts) + slack:
+        return whole
+    return np.minimum(np.arange(streams + 1), parts) * total // parts

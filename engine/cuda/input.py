@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from engine.attention.shared import MEMBERS, Runs, find_runs, no_runs
-from engine.attention.split import capacity, cut, most_runs
+from engine.attention.split import capacity, most_runs
+from engine.attention.tables import Tables, tables_of
 from engine.config import BLOCK_SIZE
 from engine.cuda.sampler import StepLaw
 from engine.memory.memory import Memory
@@ -31,14 +32,7 @@ _KINDS = {
     "keys": torch.int64,
     "top_k": torch.float64,
     "top_p": torch.float64,
-    "block_indptr": torch.int32,
-    "first_tiles": torch.int32,
-    "tile_counts": torch.int32,
-    "seats": torch.int32,
-    "members": torch.int32,
-    "tile_owners": torch.int32,
-    "tile_starts": torch.int32,
-    "tile_stops": torch.int32,
+    **dict.fromkeys(Tables.names(), torch.int32),
     "temperature": torch.float32,
     "min_p": torch.float32,
     "greedy": torch.bool,
@@ -71,17 +65,21 @@ class CudaInput:
     fixed: name -> view of the device's buffer, at full capacity (`_KINDS`), rows + 1 of them: the last is for padding.
     """
 
-    def __init__(self, max_rows: int, max_tokens: int, max_blocks: int, ring: int, memory: Memory) -> None:
+    def __init__(
+        self, max_rows: int, max_tokens: int, max_blocks: int, streams: int, ring: int, memory: Memory
+    ) -> None:
+        """streams: that attention reads at once, for each KV head."""
         self.padding_slot = max_rows
+        self._streams = streams
         sizes = dict.fromkeys(_KINDS, max_rows + 1)
         sizes |= {
             "keys": 5 * max_rows,
             "block_ids": max_blocks,
-            "block_indptr": max_rows + 2,
             "members": most_runs(max_rows) * MEMBERS,
+            "streams": streams + 1,
         }
         sizes |= dict.fromkeys(("first_tiles", "tile_counts"), max_rows + 1 + most_runs(max_rows))
-        sizes |= dict.fromkeys(("tile_owners", "tile_starts", "tile_stops"), capacity(max_rows))
+        sizes |= dict.fromkeys(("tile_owners", "tile_blocks", "tile_tokens"), capacity(max_rows, streams))
         offsets, end = {}, 0
         for name, kind in _KINDS.items():
             offsets[name] = end
@@ -143,8 +141,6 @@ class CudaInput:
     ) -> bool:
         used, decodes = plan.num_rows, plan.num_decode
         host["slots"][:used] = plan.slots
-        host["block_indptr"][: used + 1] = plan.block_indptr
-        host["block_indptr"][used + 1 : decode_rows + 1] = plan.block_indptr[-1]
         host["block_ids"][: len(plan.block_ids)] = plan.block_ids
         split = self._pack_tiles(host, plan, decode_rows) if decodes else False
         sampling = plan.slots[plan.samples]
@@ -155,21 +151,15 @@ class CudaInput:
         return split
 
     def _pack_tiles(self, host: dict[str, npt.NDArray[np.generic]], plan: StepPlan, rows: int) -> bool:
-        """rows: of the step, padding included; its runs own tiles as rows beyond that. Is any row cut?"""
+        """rows: of the step, padding included. Is any row cut?"""
         decodes = plan.num_decode
         runs = self._runs(plan, most_runs(rows))
-        before = runs.before(decodes)
-        tiles = cut(np.concatenate((plan.context_lens[:decodes] + 1 - before, runs.lengths)), capacity(rows))
-        skipped = np.concatenate((before, np.zeros_like(runs.lengths)))[tiles.rows]
-        host["tile_owners"][: len(tiles.rows)] = tiles.rows + (rows - decodes) * (tiles.rows >= decodes)
-        host["tile_starts"][: len(tiles.rows)] = tiles.starts + skipped
-        host["tile_stops"][: len(tiles.rows)] = tiles.stops + skipped
-        for name, array in (("first_tiles", tiles.firsts), ("tile_counts", tiles.counts)):
-            host[name][:decodes] = array[:decodes]
-            host[name][rows : rows + len(runs.lengths)] = array[decodes:]
-        host["seats"][:decodes] = runs.seats
-        host["members"][: runs.members.size] = runs.members.reshape(-1)
-        return bool(tiles.counts.max() > 1)
+        indptr = plan.block_indptr[: decodes + 1]
+        tables = tables_of(plan.context_lens[:decodes] + 1, indptr, runs, rows, self._streams)
+        for name in Tables.names():
+            array = getattr(tables, name)
+            host[name][: len(array)] = array
+        return bool(tables.tile_counts.max() > 1)
 
     def _runs(self, plan: StepPlan, most: int) -> Runs:
         """Blocks are only ever appended to running rows, so the same rows as in the step before share the same."""

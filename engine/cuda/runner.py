@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from engine.attention.flashinfer_paged import PagedPrefill
-from engine.attention.paged_step import DecodeStep, MixedStep
-from engine.attention.split import capacity
+from engine.attention.paged_step import DecodeStep, MixedStep, decode_kernel
+from engine.attention.split import capacity, num_streams
 from engine.cuda.graphs import DecodeGraphs, buckets
 from engine.cuda.input import CudaInput
 from engine.cuda.sampler import CudaSampler, StepLaw
@@ -76,13 +76,15 @@ class CudaRunner:
         self.kv = kv
         self._sampler = sampler
         rows = limits.max_rows
-        self._input = CudaInput(rows, limits.max_tokens, rows * limits.max_row_blocks, RING, memory)
+        streams = num_streams(config.num_kv_heads)
+        self._input = CudaInput(rows, limits.max_tokens, rows * limits.max_row_blocks, streams, RING, memory)
         self._last_token = torch.zeros(rows + 1, dtype=torch.int64, device=device)
         # Shared by all graphs: a tensor for each would add up to gigabytes.
         self._logits = torch.empty(rows, config.vocab_size, dtype=torch.float32, device=device)
         self._scratch = DecodeScratch(
-            capacity(rows), rows, config.num_heads, config.num_kv_heads, config.head_dim, device
+            capacity(rows, streams), rows, config.num_heads, config.num_kv_heads, config.head_dim, device
         )
+        self._attention = decode_kernel(config.num_heads, config.num_kv_heads, config.head_dim, kv.keys[0].dtype)
         self._prefill = PagedPrefill(config, kv.keys[0].dtype, memory, RING)
         self._results = [ResultBuffer(rows, limits.max_tokens, memory) for _ in range(RING)]
         self._packed_results = [
@@ -137,14 +139,14 @@ class CudaRunner:
         """A decode step of `rows` rows over the fixed input arrays: what a graph captures."""
         fixed = self._input.fixed
         ids = self._last_token.index_select(0, fixed["slots"][:rows])
-        attention = DecodeStep.of(fixed, rows, self._scratch)
+        attention = DecodeStep.of(fixed, rows, self._attention, self._scratch)
         residual = forward(self.model, ids, fixed["positions"][:rows], fixed["write_slots"][:rows], attention, self.kv)
         return head(self.model, residual, out=self._logits[:rows])
 
     def _eager(self, ring: int, plan: StepPlan, law: StepLaw) -> tuple[Tensor, tuple[Tensor, ...], Path]:
         tokens = self._input.pack_eager(ring, plan, law)
         fixed, decodes = self._input.fixed, plan.num_decode
-        decode = DecodeStep.of(fixed, decodes, self._scratch) if decodes else None
+        decode = DecodeStep.of(fixed, decodes, self._attention, self._scratch) if decodes else None
         prefill = None
         if decodes < plan.num_rows:
             indptr = plan.block_indptr[decodes:]

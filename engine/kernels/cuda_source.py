@@ -16,6 +16,8 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
+HEADERS = sorted(Path(__file__).parent.glob("*.cuh"))
+"""What kernels may include."""
 DIGEST_BYTES = hashlib.sha256().digest_size
 
 
@@ -37,10 +39,12 @@ def compiled(source: str, options: tuple[str, ...], architecture: str) -> bytes:
 
     version = ".".join(map(str, checked(nvrtc.nvrtcVersion())))
     flags = [f"--gpu-architecture={architecture}", "--std=c++17", "--device-as-default-execution-space", *options]
-    key = hashlib.sha256("\0".join((version, *flags, source)).encode()).hexdigest()
+    headers = [header.read_bytes() for header in HEADERS]
+    key = hashlib.sha256(b"\0".join(["\0".join((version, *flags, source)).encode(), *headers])).hexdigest()
     if (code := _kept(key)) is not None:
         return code
-    program = checked(nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
+    names = [header.name.encode() for header in HEADERS]
+    program = checked(nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", len(headers), headers, names))
     (status,) = nvrtc.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])
     if int(status):
         said = bytes(checked(nvrtc.nvrtcGetProgramLogSize(program)))

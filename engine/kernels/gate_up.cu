@@ -6,12 +6,7 @@
 //
 // Compiled in: TILES, GROUPS, WIDTH, STAGES.
 
-using u32 = unsigned int;
-using u64 = unsigned long long;
-
-struct alignas(64) TensorMap {
-    char bytes[128];
-};
+#include "hopper.cuh"
 
 constexpr int DEPTH = 64;  // columns of a piece: 128 bytes, as wide as the swizzle
 constexpr int ROW_BYTES = DEPTH * 2;
@@ -25,39 +20,6 @@ static_assert(TILES % GROUPS == 0 && HALF % 8 == 0 && TILES * 64 * HALF * 2 <= S
 // Registers of a thread: as launched, and what a multiplying one gets of what the loading ones give back.
 constexpr int LAUNCHED = 65536 / (GROUPS * 128 + 128) / 8 * 8;
 constexpr int LOADING = 24, MULTIPLYING = (LAUNCHED + (LAUNCHED - LOADING) / GROUPS) / 8 * 8;
-
-u32 in_shared(const void* place) { return static_cast<u32>(__cvta_generic_to_shared(place)); }
-
-void expect_arrivals(u32 barrier, u32 count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
-}
-
-void arrive(u32 barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"); }
-
-void arrive_and_expect(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-void wait_for(u32 barrier, u32 parity) {
-    u32 done = 0;
-    while (!done) {
-        asm volatile(
-            "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-            : "=r"(done)
-            : "r"(barrier), "r"(parity)
-            : "memory");
-    }
-}
-
-void wait_for_launch_ahead() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-void load(u32 to, const TensorMap& from, u32 barrier, int column, int row) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
-            to),
-        "l"(&from), "r"(barrier), "r"(column), "r"(row)
-        : "memory");
-}
 
 void store(const TensorMap& to, u32 from, int column, int row) {
     asm volatile(
@@ -90,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(GROUPS * 128 + 128, 1)
             expect_arrivals(full + stage * 8, 1);
             expect_arrivals(empty + stage * 8, GROUPS * 4);
         }
-        asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async;" ::: "memory");
+        barriers_are_set();
     }
     __syncthreads();
 
@@ -115,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(GROUPS * 128 + 128, 1)
             load_weight(piece);
             load_x(piece);
         }
-        asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+        let_next_launch_begin();
         return;
     }
 

@@ -18,6 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.attention.shared import MEMBERS
 from engine.attention.split import most_runs
+from engine.attention.tables import Tables
 from engine.kernels.decode_merge import arrive, leave, merge
 from engine.kernels.overlap import between_linears
 
@@ -50,42 +51,32 @@ def paged_decode(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    tile_owners: torch.Tensor,
-    tile_starts: torch.Tensor,
-    tile_stops: torch.Tensor,
-    first_tiles: torch.Tensor,
-    tile_counts: torch.Tensor,
-    seats: torch.Tensor,
-    members: torch.Tensor,
-    block_indptr: torch.Tensor,
+    tables: Tables[torch.Tensor],
     block_ids: torch.Tensor,
     scratch: DecodeScratch,
     out: torch.Tensor,
 ) -> None:
     """q: [R, heads, dim] -> out, alike. keys, values: [blocks, 16, kv_heads, dim]. Rows without a tile stay unwritten.
 
-    An owner of tiles is a row, or R + a run. tile_owners, tile_starts, tile_stops: int32[tiles]; first_tiles,
-    tile_counts: int32[R + runs] (`Tiles`). seats: int32[R], members: int32[runs, MEMBERS] (`Runs`); no runs where
-    members is empty. block_indptr: int32[R + 1] and block_ids: int32[N], the rows' KV blocks. dim must be a power of
-    two.
+    tables: without runs where it has no members; its streams are not used here. block_ids: int32[N], the rows' KV
+    blocks. dim must be a power of two.
     """
     heads, dim = q.shape[1:]
     block, kv_heads = keys.shape[1:3]
     group = heads // kv_heads
     head_rows = triton.next_power_of_2(group)
     overlap = between_linears(len(q), q.device)
-    decode_kernel[(kv_heads, len(tile_owners))](
+    decode_kernel[(kv_heads, len(tables.tile_owners))](
         q,
         keys,
         values,
-        tile_owners,
-        tile_starts,
-        tile_stops,
-        first_tiles,
-        tile_counts,
-        seats,
-        members,
-        block_indptr,
+        tables.tile_owners,
+        tables.tile_blocks,
+        tables.tile_tokens,
+        tables.first_tiles,
+        tables.tile_counts,
+        tables.seats,
+        tables.members,
         block_ids,
         scratch.out,
         scratch.stats,
@@ -103,10 +94,10 @@ def paged_decode(
         PAGE=block,
         TOKENS=TOKENS,
         MERGE=MERGE,
-        MEMBERS=MEMBERS if len(members) else 1,
+        MEMBERS=MEMBERS if len(tables.members) else 1,
         OVERLAP=overlap,
         num_warps=WARPS,
-        num_stages=STAGES_WITH_RUNS if len(members) else STAGES,
+        num_stages=STAGES_WITH_RUNS if len(tables.members) else STAGES,
         **({"launch_pdl": True} if overlap else {}),
     )
 
@@ -117,13 +108,12 @@ def decode_kernel(
     keys,
     values,
     tile_owners,
-    tile_starts,
-    tile_stops,
+    tile_blocks,
+    tile_tokens,
     first_tiles,
     tile_counts,
     seats,
     members,
-    block_indptr,
     block_ids,
     part_out,
     part_stats,
@@ -147,30 +137,30 @@ def decode_kernel(
     """MEMBERS: places of a tile's partial results; 1 where there are no runs."""
     kv_head, tile = tl.program_id(0), tl.program_id(1)
     owner = tl.load(tile_owners + tile)
-    start = tl.load(tile_starts + tile)
-    stop = tl.load(tile_stops + tile)
+    blocks = block_ids + tl.load(tile_blocks + tile)
+    tokens = tl.load(tile_tokens + tile)
     if OVERLAP:  # the tables above were there before the step
         gdc_wait()
         gdc_launch_dependents()
-    if start == stop:
+    if tokens == 0:
         return
 
     if MEMBERS == 1:
         _row_tile(
-            q, keys, values, first_tiles, tile_counts, seats, block_indptr, block_ids, part_out, part_stats, arrived,
-            out, num_rows, scale, kv_head, tile, owner, start, stop,
+            q, keys, values, first_tiles, tile_counts, seats, part_out, part_stats, arrived,
+            out, num_rows, scale, kv_head, tile, owner, blocks, tokens,
             HEADS, KV_HEADS, GROUP, HEAD_ROWS, ROWS, DIM, PAGE, TOKENS, MERGE, MEMBERS,
         )  # fmt: skip
     elif owner < num_rows:
         _row_tile(
-            q, keys, values, first_tiles, tile_counts, seats, block_indptr, block_ids, part_out, part_stats, arrived,
-            out, num_rows, scale, kv_head, tile, owner, start, stop,
+            q, keys, values, first_tiles, tile_counts, seats, part_out, part_stats, arrived,
+            out, num_rows, scale, kv_head, tile, owner, blocks, tokens,
             HEADS, KV_HEADS, GROUP, HEAD_ROWS, ROWS, DIM, PAGE, TOKENS, MERGE, MEMBERS,
         )  # fmt: skip
     else:
         _run_tile(
-            q, keys, values, first_tiles, tile_counts, members, block_indptr, block_ids, part_out, part_stats, arrived,
-            out, num_rows, scale, kv_head, tile, owner, start, stop,
+            q, keys, values, first_tiles, tile_counts, members, part_out, part_stats, arrived,
+            out, num_rows, scale, kv_head, tile, owner, blocks, tokens,
             HEADS, KV_HEADS, GROUP, HEAD_ROWS, RUN_ROWS, DIM, PAGE, TOKENS, MERGE, MEMBERS,
         )  # fmt: skip
 
@@ -183,8 +173,6 @@ def _row_tile(
     first_tiles,
     tile_counts,
     seats,
-    block_indptr,
-    block_ids,
     part_out,
     part_stats,
     arrived,
@@ -194,8 +182,8 @@ def _row_tile(
     kv_head,
     tile,
     owner,
-    start,
-    stop,
+    blocks,
+    tokens,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -215,12 +203,11 @@ def _row_tile(
     row = owner.to(tl.int64)
     head = kv_head * GROUP + place
     query = tl.load(q + (row * HEADS + head[:, None]) * DIM + d[None, :], mask=real[:, None], other=0.0)
-    blocks = block_ids + tl.load(block_indptr + owner)
     tiles = tl.load(tile_counts + owner)
     seat = -1
     if MEMBERS > 1:
         seat = tl.load(seats + owner)
-    largest, total, acc = _read(query, keys, values, blocks, start, stop, kv_head, scale, KV_HEADS, DIM, PAGE, TOKENS)
+    largest, total, acc = _read(query, keys, values, blocks, tokens, kv_head, scale, KV_HEADS, DIM, PAGE, TOKENS)
     if tiles == 1 and seat < 0:
         target = out + (row * HEADS + head[:, None]) * DIM + d[None, :]
         tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=real[:, None])
@@ -242,8 +229,6 @@ def _run_tile(
     first_tiles,
     tile_counts,
     members,
-    block_indptr,
-    block_ids,
     part_out,
     part_stats,
     arrived,
@@ -253,8 +238,8 @@ def _run_tile(
     kv_head,
     tile,
     owner,
-    start,
-    stop,
+    blocks,
+    tokens,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -275,8 +260,7 @@ def _run_tile(
     real = (row >= 0) & (inner < GROUP)
     head = kv_head * GROUP + inner
     query = tl.load(q + (row * HEADS + head)[:, None] * DIM + d[None, :], mask=real[:, None], other=0.0)
-    blocks = block_ids + tl.load(block_indptr + tl.load(members + run * MEMBERS))
-    largest, total, acc = _read(query, keys, values, blocks, start, stop, kv_head, scale, KV_HEADS, DIM, PAGE, TOKENS)
+    largest, total, acc = _read(query, keys, values, blocks, tokens, kv_head, scale, KV_HEADS, DIM, PAGE, TOKENS)
     part = (tile * MEMBERS + member) * HEADS + head
     leave(part_out, part_stats, part, real, largest, total, acc, DIM)
     if arrive(arrived + owner * KV_HEADS + kv_head, tl.load(tile_counts + owner)):
@@ -296,8 +280,7 @@ def _read(
     keys,
     values,
     blocks,
-    start,
-    stop,
+    tokens,
     kv_head,
     scale,
     KV_HEADS: tl.constexpr,
@@ -305,15 +288,15 @@ def _read(
     PAGE: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Softmax attention of query [rows, DIM] over tokens [start, stop) of one block table: the largest score, the sum
+    """Softmax attention of query [rows, DIM] over the first `tokens` of a block table: the largest score, the sum
     of weights relative to it, and the weighted values, not yet divided."""
     d = tl.arange(0, DIM)
     largest = tl.full([query.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([query.shape[0]], tl.float32)
     acc = tl.zeros([query.shape[0], DIM], tl.float32)
-    for begin in range(start, stop, TOKENS):
+    for begin in range(0, tokens, TOKENS):
         position = begin + tl.arange(0, TOKENS)
-        live = position < stop
+        live = position < tokens
         page = tl.load(blocks + position // PAGE, mask=live, other=0).to(tl.int64)
         place = ((page * PAGE + position % PAGE) * KV_HEADS + kv_head) * DIM
         k = tl.load(keys + place[:, None] + d[None, :], mask=live[:, None], other=0.0)

@@ -12,12 +12,12 @@ from engine.cuda.sampler import StepLaw
 from engine.memory.memory import Memory
 from tests.engine.plans import CPU, Row, plan
 
-ROWS = 8
+ROWS, STREAMS = 8, 33
 
 
 @pytest.fixture
 def buffers() -> CudaInput:
-    return CudaInput(ROWS, 64, ROWS * 4, 2, Memory(CPU))
+    return CudaInput(ROWS, 64, ROWS * 4, STREAMS, 2, Memory(CPU))
 
 
 def law(count: int) -> StepLaw:
@@ -41,15 +41,14 @@ def test_a_decode_step_is_padded_with_the_padding_slot_and_the_dummy_block(buffe
     assert fixed["slots"][:6].tolist() == [3, 0, 5, ROWS, ROWS, ROWS]
     assert fixed["positions"][:6].tolist() == [17, 31, 0, 0, 0, 0]
     assert fixed["write_slots"][:6].tolist() == [6 * 16 + 1, 2 * 16 + 15, 9 * 16, 0, 0, 0]
-    assert fixed["block_indptr"][:7].tolist() == [0, 2, 4, 5, 5, 5, 5]
     assert fixed["block_ids"][:5].tolist() == [5, 6, 7, 2, 9]
     assert fixed["sample_slots"][:3].tolist() == [3, 0, 5]
     assert fixed["keys"][:15].tolist() == list(range(15))
     assert fixed["greedy"][:3].tolist() == [True, False, True]
     filters = [fixed[name][:3].tolist() for name in ("top_k", "top_p", "min_p")]
     assert filters == [[10, 11, 12], [1, 0.875, 0.75], [0, 0.0625, 0.125]]
-    tiles = capacity(6)
-    lengths = (fixed["tile_stops"] - fixed["tile_starts"])[:tiles]
+    tiles = capacity(6, STREAMS)
+    lengths = fixed["tile_tokens"][:tiles]
     read = torch.zeros(6, dtype=torch.int64).index_add_(0, fixed["tile_owners"][:tiles].long(), lengths.long())
     assert read.tolist() == [18, 32, 1, 0, 0, 0]
 
@@ -60,7 +59,7 @@ def test_a_smaller_step_after_a_larger_one_leaves_nothing_of_it(buffers: CudaInp
     fixed = buffers.fixed
     assert fixed["slots"][:4].tolist() == [2, ROWS, ROWS, ROWS]
     assert fixed["write_slots"][:4].tolist() == [4 * 16 + 5, 0, 0, 0]
-    assert int((fixed["tile_stops"] - fixed["tile_starts"])[: capacity(4)].sum()) == 6
+    assert int(fixed["tile_tokens"][: capacity(4, STREAMS)].sum()) == 6
 
 
 def test_a_mixed_step_keeps_its_tokens_behind_its_blocks(buffers: CudaInput) -> None:
@@ -75,14 +74,14 @@ def test_a_mixed_step_keeps_its_tokens_behind_its_blocks(buffers: CudaInput) -> 
 
 
 def test_siblings_own_what_is_theirs_and_a_run_what_they_share() -> None:
-    buffers = CudaInput(24, 64, 24 * 8, 2, Memory(CPU))
+    buffers = CudaInput(24, 64, 24 * 8, STREAMS, 2, Memory(CPU))
     shared = [1, 2, 3, 4, 5]
     rows = [Row(i, 5 * 16 + i, [*shared, 10 + 2 * i, 11 + 2 * i][: 6 + (i > 15)]) for i in range(17)]
     step = plan(*rows)
     buffers.pack_decode(0, step, law(17), 20)
-    fixed, tiles = buffers.fixed, capacity(20)
+    fixed, tiles = buffers.fixed, capacity(20, STREAMS)
     owners = fixed["tile_owners"][:tiles].long()
-    lengths = (fixed["tile_stops"] - fixed["tile_starts"])[:tiles].long()
+    lengths = fixed["tile_tokens"][:tiles].long()
     read = torch.zeros(24, dtype=torch.int64).index_add_(0, owners, lengths)
     assert read[:17].tolist() == [*range(1, 17), 97]
     assert read[17:20].tolist() == [0, 0, 0]

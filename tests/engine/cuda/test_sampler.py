@@ -30,7 +30,7 @@ class Pair:
         for slot, params in enumerate(laws):
             for sampler in (self.twin, self.ours):
                 sampler.start(SlotStart(slot, params, PROMPT, SAMPLED, modes, top if slot % 2 else 0))
-        self.input = CudaInput(len(laws), 64, 4 * len(laws), 1, Memory(DEVICE))
+        self.input = CudaInput(len(laws), 64, 4 * len(laws), 1, 1, Memory(DEVICE))
         self.last = torch.full((len(laws) + 1,), -1, dtype=torch.int64, device=DEVICE)
 
     def draw(self, logits: torch.Tensor, slots: list[int], position: int = POSITION) -> Any:

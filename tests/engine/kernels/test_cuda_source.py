@@ -18,19 +18,26 @@ class Status(int):
     name = "CUDA_ERROR_INVALID_VALUE"
 
 
-def nvrtc(sources: list[bytes], flags: list[list[bytes]]) -> SimpleNamespace:
-    """In the place of the bindings: what holds "wrong" does not compile. sources, flags: of every compilation."""
+def nvrtc(found: Compiler) -> SimpleNamespace:
+    """In the place of the bindings: what holds "wrong" does not compile."""
     ok = Status(0)
+
+    def create_program(
+        source: bytes, _: bytes, count: int, headers: list[bytes], names: list[bytes]
+    ) -> tuple[object, ...]:
+        assert count == len(headers) == len(names)
+        found.headers.append((headers, names))
+        return ok, source
 
     def compile_program(source: bytes, count: int, options: list[bytes]) -> tuple[Status]:
         assert len(options) == count
-        sources.append(source)
-        flags.append(options)
+        found.sources.append(source)
+        found.flags.append(options)
         return (Status(6 if b"wrong" in source else 0),)
 
     return SimpleNamespace(
         nvrtcVersion=lambda: (ok, 13, 0),
-        nvrtcCreateProgram=lambda source, *_: (ok, source),
+        nvrtcCreateProgram=create_program,
         nvrtcCompileProgram=compile_program,
         nvrtcGetProgramLogSize=lambda _: (ok, 32),
         nvrtcGetProgramLog=lambda *_: (ok,),
@@ -41,7 +48,10 @@ def nvrtc(sources: list[bytes], flags: list[list[bytes]]) -> SimpleNamespace:
 
 
 class Compiler:
+    """What was given to it, of every compilation."""
+
     def __init__(self) -> None:
+        self.headers: list[tuple[list[bytes], list[bytes]]] = []
         self.sources: list[bytes] = []
         self.flags: list[list[bytes]] = []
 
@@ -50,7 +60,7 @@ class Compiler:
 def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Compiler:
     found = Compiler()
     bindings = ModuleType("cuda.bindings")
-    bindings.nvrtc = nvrtc(found.sources, found.flags)  # type: ignore[attr-defined]
+    bindings.nvrtc = nvrtc(found)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
     monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -78,6 +88,18 @@ def test_a_broken_file_is_compiled_again_and_mended(compiler: Compiler, tmp_path
     assert compiled("a kernel", (), "sm_90a") == code
     assert compiled("a kernel", (), "sm_90a") == code
     assert len(compiler.sources) == 2
+
+
+def test_what_a_kernel_includes_is_part_of_it(
+    compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert {header.name for header in cuda_source.HEADERS} == {"attention.cuh", "hopper.cuh"}
+    header = tmp_path / "some.cuh"
+    monkeypatch.setattr(cuda_source, "HEADERS", [header])
+    for content in ("int x = 1;", "int x = 1;", "int x = 2;"):
+        header.write_text(content)
+        compiled("a kernel", (), "sm_90a")
+    assert compiler.headers == [([b"int x = 1;"], [b"some.cuh"]), ([b"int x = 2;"], [b"some.cuh"])]
 
 
 def test_without_a_directory_to_keep_it_in_it_is_compiled_and_said(
