@@ -9,6 +9,7 @@ deadline     a limit of time that can be stopped
 guard        what a trajectory asks of one
 bounded      each call with its deadline and check
 checks       what came back
+snapshot     its state, copied
 calls        one call of foreign code
 errors       what it raised, as text
 pool         processes, and who gets one

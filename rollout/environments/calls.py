@@ -62,6 +62,17 @@ class Call:
         elif thread.ident is not None:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(Interrupted))
 
+    async def result(self) -> Any:
+        """What it returned; raises what it raised. Cancelled, it is interrupted."""
+        try:
+            outcome = await self.task
+        except BaseException:
+            self.interrupt()
+            raise
+        if isinstance(outcome, Raised):
+            raise outcome.error
+        return outcome.value
+
     async def _outcome(self) -> Outcome:
         try:
             if inspect.iscoroutinefunction(self._method):

@@ -16,11 +16,11 @@ from rollout.environments.checks import (
     check_final,
     check_nothing,
     check_observation,
-    check_snapshot,
     check_step,
 )
 from rollout.environments.deadline import Deadline
 from rollout.environments.isolated import Isolated, Kept, StandIn, can_snapshot
+from rollout.environments.snapshot import snapshot_of
 
 if TYPE_CHECKING:
     from rollout.chat.conversation import Conversation
@@ -126,7 +126,7 @@ class Guard:
             return kept
         state: dict[str, Any] | None = None
         if not made.stateless:
-            taken = await self._calls.call("snapshot", lambda: made.snapshot, (), check_snapshot, within, stops)
+            taken = await self._calls.call("snapshot", lambda: snapshot_of(made), (), _anything, within, stops)
             if isinstance(taken, End):
                 return taken
             state = taken

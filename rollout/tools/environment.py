@@ -24,7 +24,7 @@ from rollout.chat.errors import ChatError
 from rollout.chat.follow import call_id
 from rollout.chat.messages import Message
 from rollout.environments.base import Context, Environment, EnvironmentFactory, FinalReward, Step, TurnResult
-from rollout.environments.calls import Call, Raised
+from rollout.environments.calls import Call
 from rollout.environments.pool import NOBODY, Owner, Pool
 from rollout.tools.parse import Said, read
 from rollout.tools.results import LIMIT
@@ -236,12 +236,4 @@ async def _call(function: Callable[[Episode], Any], episode: Episode) -> Any:
     """On the loop or on a thread, as the function is; the defaults need neither."""
     if getattr(function, "__func__", None) in (ToolEnvironment.reward, ToolEnvironment.reply):
         return function(episode)
-    call = Call(function, episode)
-    try:
-        outcome = await call.task
-    except BaseException:
-        call.interrupt()
-        raise
-    if isinstance(outcome, Raised):
-        raise outcome.error
-    return outcome.value
+    return await Call(function, episode).result()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -65,6 +67,42 @@ def test_it_goes_on_from_where_it_was_and_the_first_one_too(name: str) -> None:
             await each.close()
 
     with_registry(main)
+
+
+class Large(Mapping[str, Any]):
+    """A state that takes its time to be copied: until the event loop has run."""
+
+    def __init__(self) -> None:
+        self.release = threading.Event()
+
+    def __getitem__(self, key: str) -> Any:
+        return {"a": 1}[key]
+
+    def __iter__(self) -> Iterator[str]:
+        assert self.release.wait(5), "the loop was held up"
+        return iter(("a",))
+
+    def __len__(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize("kind", ["def", "async def", "def that returns a coroutine"])
+def test_a_large_state_is_copied_beside_the_loop(kind: str) -> None:
+    large = Large()
+
+    async def later(_: Any) -> Large:
+        return large
+
+    snapshots = {"def": lambda _: large, "async def": later, "def that returns a coroutine": lambda made: later(made)}
+    holding = type("Holding", (odd.SavedHere,), {"snapshot": snapshots[kind]})
+
+    async def main() -> None:
+        held = guarded(holding)
+        await held.open(context, ())
+        asyncio.get_running_loop().call_later(0.05, large.release.set)
+        assert await held.kept(0, ()) == ({"a": 1}, ())
+
+    run(main())
 
 
 def test_what_has_no_state_needs_no_snapshot() -> None:
