@@ -13,8 +13,17 @@ import torch
 import triton
 import triton.language as tl
 
+from engine import step
 from engine.kernels import noise
 from engine.kernels.cut import PIECE, Cuts, depths
+
+# What the first launch says of a piece to the second: its largest logit; the sums of exp below that at T and at 1; the
+# best score (with noise), and the logit and the bits of the id that has it; whether a logit is not finite.
+LARGEST, SUM, RAW_SUM, SCORE, LOGIT, ID, FAULT = (tl.constexpr(part) for part in range(7))
+# And of what is drawn from, where that is special: the largest, the sum at T, whether one is NaN or inf.
+DRAWN_LARGEST, DRAWN_SUM, DRAWN_FAULT = (tl.constexpr(part) for part in range(7, 10))
+PLAIN_PARTS, SPECIAL_PARTS = tl.constexpr(7), tl.constexpr(10)
+NONFINITE, EMPTY_SUPPORT = tl.constexpr(step.NONFINITE), tl.constexpr(step.EMPTY_SUPPORT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +56,8 @@ def sample(
     """
     rows, vocab = logits.shape
     pieces = triton.cdiv(vocab, PIECE)
-    parts = torch.empty(rows, 7 if special is None else 10, pieces, dtype=torch.float32, device=logits.device)
+    count = (PLAIN_PARTS if special is None else SPECIAL_PARTS).value
+    parts = torch.empty(rows, count, pieces, dtype=torch.float32, device=logits.device)
     out = torch.empty(5, rows, dtype=torch.int32, device=logits.device)
     drawn = [logits, *[temperature] * 5]  # not read by a plain launch
     if special is not None:
@@ -106,11 +116,9 @@ def sample_pieces_kernel(
     WIDTH: tl.constexpr,
     PIECE: tl.constexpr,
 ):
-    """parts: float32[S, 7 or 10, pieces]. Of each piece: 0 its largest logit, 1 and 2 the sums of exp below that at T
-    and at 1, 3 the best score (with noise), 4 and 5 its logit and the bits of its id, 6 whether a logit is not finite;
-    and of what is drawn from, where that is special: 7 the largest, 8 the sum at T, 9 whether one is NaN or inf."""
+    """parts: float32[S, PLAIN_PARTS or SPECIAL_PARTS, pieces]."""
     piece, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    PARTS: tl.constexpr = 10 if SPECIAL else 7
+    PARTS: tl.constexpr = SPECIAL_PARTS if SPECIAL else PLAIN_PARTS
     part = parts + row * PARTS * pieces + piece
     ids = piece * PIECE + tl.arange(0, PIECE)
     live = ids < vocab
@@ -122,9 +130,9 @@ def sample_pieces_kernel(
     largest = tl.max(z)
     largest = tl.where(largest == float("-inf"), 0.0, largest)
     scaled = tl.div_rn(z - largest, tl.full(z.shape, 0.0, tl.float32) + t)
-    tl.store(part, largest)
-    tl.store(part + pieces, tl.sum(tl.exp(scaled)))
-    tl.store(part + 2 * pieces, tl.sum(tl.exp(z - largest)))
+    tl.store(part + LARGEST * pieces, largest)
+    tl.store(part + SUM * pieces, tl.sum(tl.exp(scaled)))
+    tl.store(part + RAW_SUM * pieces, tl.sum(tl.exp(z - largest)))
 
     if SPECIAL:
         z = tl.load(edited + row * vocab + ids, mask=live, other=float("-inf"))
@@ -139,19 +147,19 @@ def sample_pieces_kernel(
         z = tl.where(kept, z, float("-inf"))
         highest = tl.max(z)
         scaled = tl.div_rn(z - tl.where(highest == float("-inf"), 0.0, highest), tl.full(z.shape, 0.0, tl.float32) + t)
-        tl.store(part + 7 * pieces, highest)
-        tl.store(part + 8 * pieces, tl.sum(tl.exp(scaled)))
-        tl.store(part + 9 * pieces, edited_fault)
+        tl.store(part + DRAWN_LARGEST * pieces, highest)
+        tl.store(part + DRAWN_SUM * pieces, tl.sum(tl.exp(scaled)))
+        tl.store(part + DRAWN_FAULT * pieces, edited_fault)
 
     score = scaled
     if not tl.load(greedy + row):
         quad = piece * (PIECE // 4) + tl.arange(0, PIECE // 4)
         score += noise.gumbel(noise.words(keys + row * 5, quad))
     best, where = tl.max(score, axis=0, return_indices=True, return_indices_tie_break_left=True)
-    tl.store(part + 3 * pieces, best)
-    tl.store(part + 4 * pieces, tl.sum(tl.where(tl.arange(0, PIECE) == where, z, 0.0)))
-    tl.store(part + 5 * pieces, (piece * PIECE + where).to(tl.int32).to(tl.float32, bitcast=True))
-    tl.store(part + 6 * pieces, fault)
+    tl.store(part + SCORE * pieces, best)
+    tl.store(part + LOGIT * pieces, tl.sum(tl.where(tl.arange(0, PIECE) == where, z, 0.0)))
+    tl.store(part + ID * pieces, (piece * PIECE + where).to(tl.int32).to(tl.float32, bitcast=True))
+    tl.store(part + FAULT * pieces, fault)
 
 
 @triton.jit(do_not_specialize=["rows"])  # else the first step of one row compiles for 0.4 s
@@ -170,36 +178,37 @@ def sample_combine_kernel(
     WIDTH: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    PARTS: tl.constexpr = 10 if SPECIAL else 7
+    PARTS: tl.constexpr = SPECIAL_PARTS if SPECIAL else PLAIN_PARTS
     piece = tl.arange(0, WIDTH)
     live = piece < pieces
     part = parts + row * PARTS * pieces + piece
     t = tl.load(temperature + row)
     spread = tl.full((WIDTH,), 0.0, tl.float32) + t
-    largest = tl.load(part, mask=live, other=float("-inf"))
+    largest = tl.load(part + LARGEST * pieces, mask=live, other=float("-inf"))
     top = tl.max(largest)
-    total = tl.sum(tl.load(part + pieces, mask=live, other=0.0) * tl.exp(tl.div_rn(largest - top, spread)))
-    raw_total = tl.sum(tl.load(part + 2 * pieces, mask=live, other=0.0) * tl.exp(largest - top))
-    flag = tl.where(tl.max(tl.load(part + 6 * pieces, mask=live, other=0.0)) > 0, 1, 0)
+    weights = tl.load(part + SUM * pieces, mask=live, other=0.0)
+    total = tl.sum(weights * tl.exp(tl.div_rn(largest - top, spread)))
+    raw_total = tl.sum(tl.load(part + RAW_SUM * pieces, mask=live, other=0.0) * tl.exp(largest - top))
+    flag = tl.where(tl.max(tl.load(part + FAULT * pieces, mask=live, other=0.0)) > 0, NONFINITE, 0)
 
     if SPECIAL:
-        largest = tl.load(part + 7 * pieces, mask=live, other=float("-inf"))
+        largest = tl.load(part + DRAWN_LARGEST * pieces, mask=live, other=float("-inf"))
         drawn_top = tl.max(largest)
-        edited_fault = tl.max(tl.load(part + 9 * pieces, mask=live, other=0.0)) > 0
-        flag = tl.where((flag == 0) & edited_fault, 1, flag)
-        flag = tl.where((flag == 0) & (drawn_top == float("-inf")), 2, flag)
+        edited_fault = tl.max(tl.load(part + DRAWN_FAULT * pieces, mask=live, other=0.0)) > 0
+        flag = tl.where((flag == 0) & edited_fault, NONFINITE, flag)
+        flag = tl.where((flag == 0) & (drawn_top == float("-inf")), EMPTY_SUPPORT, flag)
         drawn_top = tl.where(drawn_top == float("-inf"), 0.0, drawn_top)
-        weights = tl.load(part + 8 * pieces, mask=live, other=0.0)
+        weights = tl.load(part + DRAWN_SUM * pieces, mask=live, other=0.0)
     else:
         drawn_top = top
-        weights = tl.load(part + pieces, mask=live, other=0.0)
     shift = tl.div_rn(largest - drawn_top, spread)
     drawn_total = tl.sum(weights * tl.exp(shift))
-    best = tl.argmax(tl.load(part + 3 * pieces, mask=live, other=float("-inf")) + shift, axis=0, tie_break_left=True)
+    scores = tl.load(part + SCORE * pieces, mask=live, other=float("-inf"))
+    best = tl.argmax(scores + shift, axis=0, tie_break_left=True)
 
     first = parts + row * PARTS * pieces + best
-    token = tl.where(flag > 0, 0, tl.load(first + 5 * pieces).to(tl.int32, bitcast=True))
-    drawn_z = tl.load(first + 4 * pieces) - drawn_top
+    token = tl.where(flag > 0, 0, tl.load(first + ID * pieces).to(tl.int32, bitcast=True))
+    drawn_z = tl.load(first + LOGIT * pieces) - drawn_top
     z = drawn_z
     if SPECIAL:
         z = tl.load(logits + row * vocab + token) - top
