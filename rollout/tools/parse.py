@@ -56,7 +56,7 @@ def read(text: str, *, complete: bool = True, thinking: bool = False) -> Said:
     reasoning: list[str] = []
     content: list[str] = []
     calls: list[Call | BadCall] = []
-    at = looked = 0
+    at = looked = thought = 0
     more = False
     if thinking:
         at = _think(text, 0, reasoning)
@@ -67,7 +67,8 @@ def read(text: str, *, complete: bool = True, thinking: bool = False) -> Said:
             at = _think(text, at, reasoning)
         elif tag[0] == THOUGHT:
             # It closes what nothing here opened: everything so far was reasoning, drafts of calls included.
-            reasoning[:], content[:], calls[:], more = [text[: tag.start()]], [], [], False
+            reasoning, content, calls, more = [], [], [], False
+            thought = tag.start()
         elif looked < MOST:
             found, at = _block(text, at, complete)
             looked += len(found)
@@ -77,7 +78,7 @@ def read(text: str, *, complete: bool = True, thinking: bool = False) -> Said:
     content.append(text[at:])
     if more or len(calls) > MOST:
         calls[MOST:] = [BadCall(f"no more than {MOST} calls are looked at in one turn")]
-    return Said("".join(content).strip(), "\n".join(reasoning).strip(), tuple(calls))
+    return Said("".join(content).strip(), "\n".join((text[:thought], *reasoning)).strip(), tuple(calls))
 
 
 def _think(text: str, at: int, reasoning: list[str]) -> int:
@@ -105,6 +106,9 @@ def _block(text: str, at: int, complete: bool) -> tuple[list[Call | BadCall], in
             return _broken(text, start, found, complete, error)
         for item in value if isinstance(value, list) else [value]:
             found.append(_call(item))
+        if len(found) > MOST:
+            end = text.find(CLOSE, at)
+            return found, len(text) if end < 0 else end + len(CLOSE)
 
 
 def _broken(

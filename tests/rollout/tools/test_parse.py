@@ -167,20 +167,30 @@ def test_whatever_can_be_said_in_json_can_be_an_argument(arguments: dict[str, ob
 
 @pytest.mark.parametrize(
     "again",
-    ["<tool_call>", "<tool_call>{", "<tool_call></think>", '<tool_call>{"name": "f"}', "<tool_call>\n</tool_call>\n"],
+    [
+        "<tool_call>",
+        "<tool_call>{",
+        "<tool_call></think>",
+        "<tool_call>{</think>",
+        '<tool_call>{"name": "f"}',
+        "<tool_call>\n</tool_call>\n",
+    ],
 )
 def test_a_turn_that_repeats_a_tag_to_its_limit_is_read_in_no_time(again: str) -> None:
     began = time.process_time()
-    said = read(again * 20_000)
+    said = read(again * 40_000)
     assert time.process_time() - began < 2
     if "</think>" not in again:
         assert len(said.calls) == MOST + 1
         assert problem_of(said.calls[-1]).startswith(f"no more than {MOST} calls")
 
 
-def test_a_list_of_calls_is_no_way_around_that() -> None:
-    said = read(f"<tool_call>[{', '.join(['7'] * 20_000)}]</tool_call>")
-    assert len(said.calls) == MOST + 1
+@pytest.mark.parametrize("body", [f"[{', '.join(['7'] * 200_000)}]", '{"name": "f"} ' * 200_000])
+def test_many_calls_in_one_pair_of_tags_are_no_way_around_that(body: str) -> None:
+    began = time.process_time()
+    said = read(f"<tool_call>{body}</tool_call>after")
+    assert time.process_time() - began < 2
+    assert (len(said.calls), said.content) == (MOST + 1, "after")
 
 
 def problem_of(call: Call | BadCall) -> str:
