@@ -43,22 +43,22 @@ class Delivery:
             if message.kept and (mailbox := self._ledger.keep(message)) is not None:
                 self._filled.add(mailbox)
         elif isinstance(message, TurnDone) and self._ledger.is_news(message):
-            kept = self._ledger.owner(message.trajectory_id)
-            assert kept is not None
-            self._put(kept.mailbox, message, ends_trajectory=False)
+            batch = self._ledger.owner(message.trajectory_id)
+            assert batch is not None
+            self._put(batch.mailbox, message, ends_trajectory=False)
 
     def _record(self, record: Record) -> None:
         name = record.trajectory_id
-        kept = self._ledger.owner(name)
+        batch = self._ledger.owner(name)
         arrival = self._ledger.receive(name)
         if arrival is Arrival.UNWANTED:
             self._to_acknowledge.append(name)
         if arrival is not Arrival.FIRST:
             return
-        assert kept is not None
+        assert batch is not None
         self._strikes = 0
         trajectory = Trajectory(record, self._ack, self._ledger.count(record))
-        self._put(kept.mailbox, trajectory, ends_trajectory=True)
+        self._put(batch.mailbox, trajectory, ends_trajectory=True)
 
     def _put(self, mailbox: Mailbox[Item], item: Item, *, ends_trajectory: bool) -> None:
         mailbox.put(item, ends_trajectory=ends_trajectory)
@@ -73,14 +73,14 @@ class Delivery:
     def unreadable(self, error: BadRequest) -> bool:
         """An event that could not be read. False: a new connection is to bring it again. The third time in a row
         its batch (all batches, when it is not known which) is told instead of waiting for ever."""
-        kept = self._ledger.by_request(error.request_id)
-        if kept is not None and kept.unreadable:
+        batch = self._ledger.by_request(error.request_id)
+        if batch is not None and batch.unreadable:
             return True
         self._strikes += 1
         log.warning("an event from the worker cannot be read: %s", error)
         if self._strikes < STRIKES:
             return False
-        for told in [kept] if kept is not None else self._ledger.batches.values():
+        for told in [batch] if batch is not None else self._ledger.batches.values():
             told.unreadable = True
             told.mailbox.set_error(Internal(f"the worker sends an event that cannot be read: {error}"))
         return True
@@ -89,10 +89,10 @@ class Delivery:
         self._to_acknowledge += self._ledger.acknowledge(trajectory_ids)
 
     def give_up(self, batch_id: str, mailbox: Mailbox[Item]) -> None:
-        kept = self._ledger.batches.get(batch_id)
-        if kept is None or kept.mailbox is not mailbox:
+        batch = self._ledger.batches.get(batch_id)
+        if batch is None or batch.mailbox is not mailbox:
             return
-        done, running = self._ledger.give_up(kept)
+        done, running = self._ledger.give_up(batch)
         if mailbox.left:
             mailbox.set_error(ClientClosed(f"batch {batch_id} was closed before it ended"))
         self._to_acknowledge += done

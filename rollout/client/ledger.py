@@ -46,7 +46,7 @@ class Open:
 
 
 @dataclass(slots=True, eq=False)
-class Kept:
+class Submitted:
     """One submitted batch.
 
     groups: the message's and those of the trajectories that it resumes, by id. counted: samples of them that have
@@ -103,117 +103,117 @@ class Kept:
 
 class Ledger:
     def __init__(self) -> None:
-        self.batches: dict[str, Kept] = {}
-        self._owner: dict[str, Kept] = {}
+        self.batches: dict[str, Submitted] = {}
+        self._owner: dict[str, Submitted] = {}
         self._acknowledged: OrderedDict[str, None] = OrderedDict()
 
     @property
     def open_count(self) -> int:
-        return sum(len(kept.open_ids) for kept in self.batches.values() if not kept.given_up)
+        return sum(len(batch.open_ids) for batch in self.batches.values() if not batch.given_up)
 
     def add(
         self, message: SubmitBatch, mailbox: Mailbox[Item], auto_ack: bool, resumed: tuple[Group, ...] = ()
-    ) -> Kept:
+    ) -> Submitted:
         """Raises Duplicate for ids that are still open, or being cancelled, in this client."""
         if message.batch_id in self.batches:
             raise Duplicate(f"batch {message.batch_id} is still open in this client", field="batch_id")
         groups = (*message.groups, *resumed)
-        kept = Kept(message, mailbox, auto_ack, message.id, {group.id: group for group in merged(groups)})
-        kept.newest = max((g.min_version for g in groups if g.min_version is not None), default=NO_VERSION)
+        batch = Submitted(message, mailbox, auto_ack, message.id, {group.id: group for group in merged(groups)})
+        batch.newest = max((g.min_version for g in groups if g.min_version is not None), default=NO_VERSION)
         for i, group in enumerate(groups):
             where = f"groups[{i}]" if i < len(message.groups) else f"resume[{i - len(message.groups)}]"
             for name in group.trajectory_ids:
                 if name in self._owner:
                     raise Duplicate(f"trajectory {name} is still open in this client", field=f"{where}.trajectory_ids")
-                kept.trajectories[name] = Open(group.id)
-        for name in kept.trajectories:
-            self._owner[name] = kept
+                batch.trajectories[name] = Open(group.id)
+        for name in batch.trajectories:
+            self._owner[name] = batch
             self._acknowledged.pop(name, None)
-        self.batches[message.batch_id] = kept
-        return kept
+        self.batches[message.batch_id] = batch
+        return batch
 
-    def forget(self, kept: Kept) -> None:
+    def forget(self, batch: Submitted) -> None:
         """The worker never had it."""
-        for name in kept.trajectories:
+        for name in batch.trajectories:
             del self._owner[name]
-        self.batches.pop(kept.message.batch_id, None)
+        self.batches.pop(batch.message.batch_id, None)
 
     def tell(self, error: RolloutError) -> None:
         """Whoever waits for a batch gets this error."""
-        for kept in self.batches.values():
-            kept.mailbox.set_error(error)
+        for batch in self.batches.values():
+            batch.mailbox.set_error(error)
 
     def untell(self, error: RolloutError) -> None:
-        for kept in self.batches.values():
-            kept.mailbox.clear_error(error)
+        for batch in self.batches.values():
+            batch.mailbox.clear_error(error)
 
     def late(self, serving: int, seconds: float) -> list[str]:
         """What to say, once a batch, of those that have waited so long for other weights than these."""
         found = []
-        for batch_id, kept in self.batches.items():
+        for batch_id, batch in self.batches.items():
             # Most batches ask for what serves: their groups, thousands perhaps, are not looked through.
-            if kept.newest <= serving or kept.late or kept.given_up or time.monotonic() < kept.since + seconds:
+            if batch.newest <= serving or batch.late or batch.given_up or time.monotonic() < batch.since + seconds:
                 continue
-            if wait := weights_wait(kept.groups.values(), len(kept.open_ids), serving):
-                kept.late = True
+            if wait := weights_wait(batch.groups.values(), len(batch.open_ids), serving):
+                batch.late = True
                 found.append(f"batch {batch_id}: {wait}")
         return found
 
-    def owner(self, trajectory_id: str) -> Kept | None:
+    def owner(self, trajectory_id: str) -> Submitted | None:
         return self._owner.get(trajectory_id)
 
-    def by_request(self, request_id: str) -> Kept | None:
-        return next((kept for kept in self.batches.values() if kept.request_id == request_id), None)
+    def by_request(self, request_id: str) -> Submitted | None:
+        return next((batch for batch in self.batches.values() if batch.request_id == request_id), None)
 
     def cancelled(self, request: Cancel) -> None:
         """What the caller has cancelled is cancelled again if it must start again."""
-        for batch_id, kept in self.batches.items():
-            for name, state in kept.trajectories.items():
+        for batch_id, batch in self.batches.items():
+            for name, state in batch.trajectories.items():
                 if (
                     batch_id in request.batch_ids
                     or state.group_id in request.group_ids
                     or name in request.trajectory_ids
                 ):
-                    kept.cancelled.add(name)
+                    batch.cancelled.add(name)
 
     def receive(self, trajectory_id: str) -> Arrival:
-        kept = self._owner.get(trajectory_id)
-        if kept is None:
+        batch = self._owner.get(trajectory_id)
+        if batch is None:
             return Arrival.UNWANTED if trajectory_id in self._acknowledged else Arrival.UNKNOWN
-        state = kept.trajectories[trajectory_id]
+        state = batch.trajectories[trajectory_id]
         if state.received:
             return Arrival.REPEATED
         state.received = True
-        if kept.given_up:
+        if batch.given_up:
             self.acknowledge([trajectory_id])
             return Arrival.UNWANTED
         return Arrival.FIRST
 
     def count(self, record: Record) -> Group | None:
         """A record has come for the first time; the group it is of."""
-        kept = self._owner[record.trajectory_id]
-        kept.counted[record.group_id] += record.status in ("completed", "truncated")
-        return kept.groups.get(record.group_id)
+        batch = self._owner[record.trajectory_id]
+        batch.counted[record.group_id] += record.status in ("completed", "truncated")
+        return batch.groups.get(record.group_id)
 
     def keep(self, done: BatchDone) -> Mailbox[Item] | None:
         """The batch has ended: what the worker has kept of it will not come. The mailbox to wake."""
-        kept = self.batches.get(done.batch_id)
-        if kept is None:
+        batch = self.batches.get(done.batch_id)
+        if batch is None:
             return None
-        names = {name for name in done.kept if name in kept.trajectories and not kept.trajectories[name].received}
+        names = {name for name in done.kept if name in batch.trajectories and not batch.trajectories[name].received}
         for name in names:
-            del self._owner[name], kept.trajectories[name]
-        kept.mailbox.withdraw(kept.parts(names), len(names))
-        if not kept.trajectories:
+            del self._owner[name], batch.trajectories[name]
+        batch.mailbox.withdraw(batch.parts(names), len(names))
+        if not batch.trajectories:
             del self.batches[done.batch_id]
-        return kept.mailbox
+        return batch.mailbox
 
     def is_news(self, event: TurnDone) -> bool:
         """Is this turn to be shown? Not when it comes again, nor from before a restart."""
-        kept = self._owner.get(event.trajectory_id)
-        if kept is None or kept.given_up or event.id in kept.retired:
+        batch = self._owner.get(event.trajectory_id)
+        if batch is None or batch.given_up or event.id in batch.retired:
             return False
-        state = kept.trajectories[event.trajectory_id]
+        state = batch.trajectories[event.trajectory_id]
         if state.received or event.turn.index <= state.last_turn:
             return False
         state.last_turn = event.turn.index
@@ -221,53 +221,53 @@ class Ledger:
 
     def is_stale(self, trajectory_id: str, request_id: str) -> bool:
         """Does a turn, named by the submit it belonged to, date from before a restart?"""
-        kept = self._owner.get(trajectory_id)
-        return kept is not None and request_id in kept.retired
+        batch = self._owner.get(trajectory_id)
+        return batch is not None and request_id in batch.retired
 
     def acknowledge(self, trajectory_ids: Iterable[str]) -> list[str]:
         """Forget received trajectories; returns those that were still here."""
         gone = []
         for name in trajectory_ids:
-            kept = self._owner.get(name)
-            if kept is None or not kept.trajectories[name].received:
+            batch = self._owner.get(name)
+            if batch is None or not batch.trajectories[name].received:
                 continue
-            del self._owner[name], kept.trajectories[name]
-            if not kept.trajectories:
-                del self.batches[kept.message.batch_id]
+            del self._owner[name], batch.trajectories[name]
+            if not batch.trajectories:
+                del self.batches[batch.message.batch_id]
             self._acknowledged[name] = None
             gone.append(name)
         while len(self._acknowledged) > REMEMBERED:
             self._acknowledged.popitem(last=False)
         return gone
 
-    def give_up(self, kept: Kept) -> tuple[list[str], list[str]]:
+    def give_up(self, batch: Submitted) -> tuple[list[str], list[str]]:
         """Nobody will take the batch's results any more. Returns ids to acknowledge and ids to cancel."""
-        if kept.given_up:
+        if batch.given_up:
             return [], []
-        kept.given_up = True
-        unseen = [item.trajectory_id for item in kept.mailbox.discard(lambda _: True) if isinstance(item, Trajectory)]
-        seen = [name for name, state in kept.trajectories.items() if state.received and kept.auto_ack]
-        to_cancel = kept.open_ids
+        batch.given_up = True
+        unseen = [item.trajectory_id for item in batch.mailbox.discard(lambda _: True) if isinstance(item, Trajectory)]
+        seen = [name for name, state in batch.trajectories.items() if state.received and batch.auto_ack]
+        to_cancel = batch.open_ids
         return self.acknowledge([*unseen, *seen]), to_cancel
 
-    def start_again(self, new_id: str, kept: Kept) -> SubmitBatch | None:
+    def start_again(self, new_id: str, batch: Submitted) -> SubmitBatch | None:
         """The submit of what is still open of a batch, for a worker that knows nothing of it."""
-        if kept.given_up:
-            for name in kept.open_ids:
-                kept.trajectories[name].received = True
+        if batch.given_up:
+            for name in batch.open_ids:
+                batch.trajectories[name].received = True
                 self.acknowledge([name])
             return None
-        names = set(kept.open_ids)
-        if not (groups := kept.parts(names)):
+        names = set(batch.open_ids)
+        if not (groups := batch.parts(names)):
             return None
-        kept.retired.add(kept.request_id)
-        kept.request_id = new_id
+        batch.retired.add(batch.request_id)
+        batch.request_id = new_id
         for name in names:
-            kept.trajectories[name].last_turn = -1
-        kept.mailbox.discard(lambda item: isinstance(item, TurnDone))
-        partials = tuple(record for record in kept.message.partials if record.trajectory_id in names)
+            batch.trajectories[name].last_turn = -1
+        batch.mailbox.discard(lambda item: isinstance(item, TurnDone))
+        partials = tuple(record for record in batch.message.partials if record.trajectory_id in names)
         again = {"id": new_id, "groups": groups, "resume": (), "partials": partials}
-        return kept.message.model_copy(update=again | kept.still_needed(len(groups)))
+        return batch.message.model_copy(update=again | batch.still_needed(len(groups)))
 
 
 def weights_wait(groups: Iterable[Group], left: int, serving: int) -> str:

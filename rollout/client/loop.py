@@ -75,8 +75,8 @@ class Loop:
             self._tick(time.monotonic())
             self._flush(report=False)
         if self._cancel_at_close:
-            for kept in list(self._ledger.batches.values()):
-                self._delivery.give_up(kept.message.batch_id, kept.mailbox)
+            for batch in list(self._ledger.batches.values()):
+                self._delivery.give_up(batch.message.batch_id, batch.mailbox)
         self._flush(report=True)
 
     def finish(self, error: RolloutError) -> None:
@@ -130,7 +130,7 @@ class Loop:
             return
         self._delivery.acknowledge(record.trajectory_id for record in message.partials)  # handed back, so taken over
         try:
-            pending.kept = self._ledger.add(message, mailbox, auto_ack, resumed)
+            pending.batch = self._ledger.add(message, mailbox, auto_ack, resumed)
         except RolloutError as duplicate:
             fail(pending.future, duplicate)
             return
@@ -169,8 +169,8 @@ class Loop:
         restarted = self._welcome is not None and welcome.boot_id != self._welcome.boot_id
         if restarted or not welcome.resumed:
             self._delivery.worker_restarted()
-            for kept in self._ledger.batches.values():
-                kept.accepted = False
+            for batch in self._ledger.batches.values():
+                batch.accepted = False
         self._welcome = welcome
         self._delivery.connected()
         self._published(welcome)
@@ -188,9 +188,9 @@ class Loop:
         if blocked is None:
             self._resubmit()
         for pending in self._pending:
-            if pending.kept is not None and blocked is not None:
+            if pending.batch is not None and blocked is not None:
                 self._pending.take(pending.message.id)
-                self._ledger.forget(pending.kept)
+                self._ledger.forget(pending.batch)
                 fail(pending.future, blocked)
             elif not pending.internal:
                 self._send_pending(pending)
@@ -225,8 +225,8 @@ class Loop:
         pending = self._pending.take(error.request_id)
         if pending is None:
             return self._delivery.unreadable(error)
-        if pending.kept is not None:
-            self.give_up(pending.kept.message.batch_id, pending.kept.mailbox)
+        if pending.batch is not None:
+            self.give_up(pending.batch.message.batch_id, pending.batch.mailbox)
         fail(pending.future, Internal(f"the worker's reply cannot be read: {error}"))
         return True
 
@@ -242,10 +242,10 @@ class Loop:
         if isinstance(message, ErrorReply):
             self._error_reply(pending, message)
             return
-        if pending.kept is not None:
-            pending.kept.accepted = True
+        if pending.batch is not None:
+            pending.batch.accepted = True
             if pending.future.cancelled():
-                self.give_up(pending.kept.message.batch_id, pending.kept.mailbox)
+                self.give_up(pending.batch.message.batch_id, pending.batch.mailbox)
         if isinstance(pending.message, Cancel):
             self._ledger.cancelled(pending.message)
         if isinstance(message, WeightsCommitted):
@@ -258,14 +258,14 @@ class Loop:
         if self._answers_older_turn(pending):
             settle(pending.future, Ok(id=message.id))
             return
-        if pending.kept is not None:
-            self._ledger.forget(pending.kept)
+        if pending.batch is not None:
+            self._ledger.forget(pending.batch)
         fail(pending.future, from_failure(message.error))
 
     # Parts of these
 
     def _resubmit(self) -> None:
-        self._recovery.resubmit({pending.kept for pending in self._pending if pending.kept is not None})
+        self._recovery.resubmit({pending.batch for pending in self._pending if pending.batch is not None})
 
     def _ask(self, message: RequestMessage, timeout: float) -> Future[Any]:
         """For what this thread itself waits for."""
@@ -276,10 +276,10 @@ class Loop:
         return future
 
     def _expire(self, pending: Pending) -> None:
-        if pending.kept is not None and pending.sent_before:
-            self.give_up(pending.kept.message.batch_id, pending.kept.mailbox)
-        elif pending.kept is not None:
-            self._ledger.forget(pending.kept)
+        if pending.batch is not None and pending.sent_before:
+            self.give_up(pending.batch.message.batch_id, pending.batch.mailbox)
+        elif pending.batch is not None:
+            self._ledger.forget(pending.batch)
         if self._connection.up:
             what, address = type(pending.message).__name__, self._link.address
             fail(pending.future, Timeout(f"no reply to {what} from {address} in {pending.timeout:g} s"))

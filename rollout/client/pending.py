@@ -11,13 +11,13 @@ from typing import Any
 from protocols.errors import RolloutError
 from protocols.replies import Welcome
 from protocols.requests import RequestMessage
-from rollout.client.ledger import Kept
+from rollout.client.ledger import Submitted
 from rollout.client.waiting import fail, settle
 
 
 @dataclass(slots=True, eq=False)
 class Pending:
-    """deadline: by the monotonic clock, `timeout` seconds after it was made. kept: of a submit. turn: of a
+    """deadline: by the monotonic clock, `timeout` seconds after it was made. batch: of a submit. turn: of a
     `continue`, the trajectory and the submit that the answered turn belongs to. internal: made by the I/O thread
     for one connection, and forgotten with it."""
 
@@ -26,7 +26,7 @@ class Pending:
     future: Future[Any]
     deadline: float
     timeout: float
-    kept: Kept | None = None
+    batch: Submitted | None = None
     turn: tuple[str, str] | None = None
     internal: bool = False
     sent_before: bool = False

@@ -11,7 +11,7 @@ from typing import Any
 from protocols.errors import RolloutError
 from protocols.replies import WeightsCommitted, Welcome
 from protocols.requests import Cancel, CommitWeightsRequest, PrepareWeightsRequest, RequestMessage
-from rollout.client.ledger import Kept, Ledger
+from rollout.client.ledger import Ledger, Submitted
 from rollout.client.procedures import Procedures
 from rollout.client.waiting import Steps
 
@@ -119,15 +119,15 @@ class Recovery:
 
     # Work
 
-    def resubmit(self, submitting: set[Kept]) -> None:
+    def resubmit(self, submitting: set[Submitted]) -> None:
         """What the worker has not accepted, except those whose first submit still waits for its reply."""
-        for kept in list(self._ledger.batches.values()):
-            if not kept.accepted and kept not in submitting:
-                self.procedures.start(self._submit(kept), partial(self._submitted, kept))
+        for batch in list(self._ledger.batches.values()):
+            if not batch.accepted and batch not in submitting:
+                self.procedures.start(self._submit(batch), partial(self._submitted, batch))
 
-    def _submit(self, kept: Kept) -> Steps[None]:
+    def _submit(self, batch: Submitted) -> Steps[None]:
         """Until the worker accepts. Raises what it refuses for good."""
-        while (message := self._ledger.start_again(self._new_id(), kept)) is not None:
+        while (message := self._ledger.start_again(self._new_id(), batch)) is not None:
             try:
                 yield self._ask(message, self._timeout)
             except RolloutError as error:
@@ -135,15 +135,15 @@ class Recovery:
                     raise
                 yield self.procedures.sleep(RETRY_S)
                 continue
-            kept.accepted = True
-            if kept.cancelled:
-                yield self._ask(Cancel(id=self._new_id(), trajectory_ids=tuple(kept.cancelled)), self._timeout)
+            batch.accepted = True
+            if batch.cancelled:
+                yield self._ask(Cancel(id=self._new_id(), trajectory_ids=tuple(batch.cancelled)), self._timeout)
             return
 
-    def _submitted(self, kept: Kept, error: RolloutError | None) -> None:
-        if kept.refusal is not None:
-            kept.mailbox.clear_error(kept.refusal)
-        kept.refusal = None if kept.accepted else error
-        if kept.refusal is not None:
-            log.error("batch %s was refused after a restart: %s", kept.message.batch_id, kept.refusal)
-            kept.mailbox.set_error(kept.refusal)
+    def _submitted(self, batch: Submitted, error: RolloutError | None) -> None:
+        if batch.refusal is not None:
+            batch.mailbox.clear_error(batch.refusal)
+        batch.refusal = None if batch.accepted else error
+        if batch.refusal is not None:
+            log.error("batch %s was refused after a restart: %s", batch.message.batch_id, batch.refusal)
+            batch.mailbox.set_error(batch.refusal)
