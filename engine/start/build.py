@@ -68,7 +68,6 @@ def load_engine(
     kv_bytes: int | None = None,
     token_bytes: Sequence[bytes] | None = None,
     weight_version: int = 0,
-    checksums: dict[str, str] | None = None,
     decode_path: Literal["auto", "graph", "eager"] = "auto",
     lazy: bool = False,
     progress: Progress = silent,
@@ -80,27 +79,11 @@ def load_engine(
     a GPU's memory goes, or half of what the host has left. decode_path: see `CudaRunner`; auto: graph. lazy: see
     `TorchRunner`. progress: told of the long steps.
 
-    Raises `WeightsError` for a checkpoint that is refused, `OutOfMemory` when the plan does not fit.
+    Raises `WeightsError` for a checkpoint that is refused, `OutOfMemory` when the plan does not fit, `EngineError` for
+    a device, a dtype or a context that cannot be.
     """
     config = config or EngineConfig()
-    if dtype not in DTYPES:
-        raise EngineError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}", field="dtype")
-    if device not in ("cpu", "cuda"):
-        raise EngineError(f"device {device!r} is neither cpu nor cuda", field="device")
-    if device == "cuda" and torch.version.cuda is None:
-        raise EngineError(
-            f"device is cuda, but torch {torch.__version__} is built without CUDA: install a build with it, "
-            "or choose device cpu",
-            field="device",
-        )
-    if device == "cuda" and not torch.cuda.is_available():
-        raise EngineError(
-            "device is cuda, but torch finds no GPU: look at nvidia-smi, at CUDA_VISIBLE_DEVICES and, in a container, "
-            "at whether GPUs are passed into it; or choose device cpu",
-            field="device",
-        )
-    if device == "cuda" and dtype != "bfloat16":
-        raise EngineError(f"dtype {dtype!r} is not supported on cuda; bfloat16 is", field="dtype")
+    check_device(device, dtype)
     kind, place = DTYPES[dtype], torch.device(device)
     model_config = read_model_config(Path(path))
     if config.max_context > model_config.max_positions:
@@ -113,7 +96,7 @@ def load_engine(
     check_host_memory(model_config, kind.itemsize, copies=1 if device == "cuda" else 2)
     memory = Memory(place)
     weights = Weights(model_config, kind, memory)
-    weights.prepare(str(path), weight_version, checksums, progress)
+    weights.prepare(str(path), weight_version, progress=progress)
     weights.commit()
     limits = Limits(config.max_running, config.max_step_tokens, config.max_blocks_per_request)
     if num_blocks is None:
@@ -141,6 +124,28 @@ def load_engine(
         runner = TorchRunner(StepDevice(model, kv, attention, draws, config.max_running), limits, memory, lazy=lazy)
     engine = Engine(runner, config, token_bytes, weight_version=weight_version)
     return LoadedEngine(engine, weights, model_config, memory, kv)
+
+
+def check_device(device: str, dtype: str) -> None:
+    """Raises `EngineError` for what is not served at all, and for what this machine or this torch lacks."""
+    if dtype not in DTYPES:
+        raise EngineError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}", field="dtype")
+    if device not in ("cpu", "cuda"):
+        raise EngineError(f"device {device!r} is neither cpu nor cuda", field="device")
+    if device == "cuda" and torch.version.cuda is None:
+        raise EngineError(
+            f"device is cuda, but torch {torch.__version__} is built without CUDA: install a build with it, "
+            "or choose device cpu",
+            field="device",
+        )
+    if device == "cuda" and not torch.cuda.is_available():
+        raise EngineError(
+            "device is cuda, but torch finds no GPU: look at nvidia-smi, at CUDA_VISIBLE_DEVICES and, in a container, "
+            "at whether GPUs are passed into it; or choose device cpu",
+            field="device",
+        )
+    if device == "cuda" and dtype != "bfloat16":
+        raise EngineError(f"dtype {dtype!r} is not supported on cuda; bfloat16 is", field="dtype")
 
 
 def check_host_memory(config: ModelConfig, itemsize: int, *, copies: int) -> None:
