@@ -34,6 +34,8 @@ HEAD = "lm_head.weight"
 WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Parts of a name that torch.compile, FSDP and activation checkpointing put in; nothing of the model is called so."""
 ADAPTER = re.compile(r"^base_model\.|(^|\.)(lora_\w+|base_layer|modules_to_save|original_module)(\.|$)")
+OS_ERROR = re.compile(r"\(os error (\d+)\)")
+"""How safetensors says in words what the system said, a full disk say."""
 HERE = re.compile(r"ipc://.*|tcp://(localhost|127\.[\d.]+|\[::1\]):\d+")
 
 
@@ -130,6 +132,7 @@ def write_weights(weights: Weights, folder: Path, *, shard_bytes: int = SHARD_BY
     weights: a model, its state dict, or (name, tensor) pairs, which may be made one by one. At most one shard is
     copied to the host at a time.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     shard: dict[str, torch.Tensor] = {}
@@ -139,6 +142,10 @@ def write_weights(weights: Weights, folder: Path, *, shard_bytes: int = SHARD_BY
     def save(file: str) -> None:
         try:
             save_file(shard, folder / file, metadata={"format": "pt"})
+        except SafetensorError as error:
+            if (number := OS_ERROR.search(str(error))) is None:
+                raise WeightsInvalid(f"cannot be written: {error}", field="weights") from None
+            raise OSError(int(number[1]), os.strerror(int(number[1])), str(folder / file)) from None
         except RuntimeError as error:  # two names of the same memory
             raise WeightsInvalid(f"cannot be written: {error}", field="weights") from None
         home.update(dict.fromkeys(shard, file))

@@ -21,6 +21,7 @@ from rollout.client import AsyncRolloutClient, ClientClosed, RolloutClient
 from rollout.client.push import EMBEDDING, HEAD, PushedWeights, hf_name, hf_tensors, write_weights
 from rollout.local import local_worker
 from tests.rigs import RandModel, write_rand
+from tests.rollout.client.test_processes import python
 from tests.rollout.timed_engine import TimedEngine
 from tests.rollout.workers import WorkerThread, soon, worker
 
@@ -203,6 +204,23 @@ def test_a_directory_appears_when_it_is_whole_and_a_failure_leaves_none(tmp_path
     assert seen == [[], []]
     assert files(path) == ["model.safetensors"]
     assert path.name.endswith("-version-2")
+
+
+def test_a_full_disk_is_an_error_of_the_system_that_names_the_file(tmp_path: Path) -> None:
+    """Which safetensors would tell as an error of its own."""
+    code = f"""
+import errno, resource, signal, torch
+from rollout.client.push import PushedWeights
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+try:
+    PushedWeights({HERE!r}).write({{"model.norm.weight": torch.zeros(10_000)}}, 1, {str(tmp_path)!r})
+except OSError as error:
+    print(error.errno == errno.EFBIG, error.filename)
+"""
+    said, file = python(code).stdout.split()
+    assert (said, Path(file).name) == ("True", "model.safetensors")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_may_yet_serve_is_kept_until_the_next_push_does(tmp_path: Path) -> None:
