@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -26,20 +27,24 @@ def check_groups(groups: Sequence[Group], welcome: Welcome) -> None:
     for i, group in enumerate(groups):
         if group.messages is None:
             check_ids(group.prompt, welcome, f"groups[{i}].prompt")
-        for field, maps in (("messages", group.messages or ()), ("tools", group.tools)):
-            for k, value in enumerate(maps):
-                if (size := len(msgpack.packb(value))) > limits.max_chat:
-                    raise BadRequest(
-                        f"has {size} bytes, more than max_chat, {limits.max_chat}", field=f"groups[{i}].{field}[{k}]"
-                    )
-        size = len(msgpack.packb(group.metadata))
-        if size > limits.max_metadata:
-            raise BadRequest(
-                f"has {size} bytes, more than max_metadata, {limits.max_metadata}", field=f"groups[{i}].metadata"
-            )
+        for field, value, name in _opaque(group):
+            size, limit = len(msgpack.packb(value)), getattr(limits, name)
+            if size > limit:
+                raise BadRequest(f"has {size} bytes, more than {name}, {limit}", field=f"groups[{i}].{field}")
+
+
+def _opaque(group: Group) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Path, value and limit of each map that the wire does not interpret."""
+    yield "metadata", group.metadata, "max_metadata"
+    yield "environment.config", group.environment.config, "max_metadata"
+    yield "template.options", group.template.options, "max_metadata"
+    for field, maps in (("messages", group.messages or ()), ("tools", group.tools)):
+        for k, value in enumerate(maps):
+            yield f"{field}[{k}]", value, "max_chat"
 
 
 def check_ids(ids: npt.NDArray[np.int32], welcome: Welcome, field: str) -> None:
+    """ids: int32[L] of a prompt, L > 0. Raises BadRequest or PromptTooLong naming `field`."""
     vocab, context = welcome.model.vocab_size, welcome.model.max_context
     if len(ids) >= context:
         raise PromptTooLong(f"{len(ids)} tokens leave no room in the worker's --max-context, {context}", field=field)
@@ -48,7 +53,7 @@ def check_ids(ids: npt.NDArray[np.int32], welcome: Welcome, field: str) -> None:
 
 
 def check_size(frames: Sequence[bytes | memoryview], limits: Limits) -> None:
-    """Of an encoded message. A frame too large would cost the connection, not one reply."""
+    """Of an encoded message. A frame too large would cost the connection, not one reply. Raises BadRequest."""
     sizes = [len(frame) for frame in frames]
     for value, name, limit in (
         (sizes[0], "max_header", limits.max_header),

@@ -79,6 +79,11 @@ def test_a_script_travels(start: Start, connect: Connect) -> None:
         (Limits(max_groups=1), lambda c: [c.group([1]), c.group([1])], "max_groups"),
         (Limits(max_trajectories=3), lambda c: [c.group([1], n=4)], "max_trajectories"),
         (Limits(max_metadata=100), lambda c: [c.group([1], metadata={"a": "x" * 200})], "max_metadata"),
+        (
+            Limits(max_metadata=100),
+            lambda c: [c.group([1], environment="e", config={"a": "x" * 200})],
+            r"max_metadata, 100 \[groups\[0\]\.environment\.config\]",
+        ),
         (Limits(max_frame=1000), lambda c: [c.group([1] * 300)], "max_frame"),
         (Limits(max_message=1000), lambda c: [c.group([1] * 200), c.group([1] * 200)], "max_message"),
         (Limits(max_header=1500), lambda c: [c.group([1], n=200)], "max_header"),
