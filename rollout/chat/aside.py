@@ -14,7 +14,7 @@ PLACES = 2
 """How many render at once. Hundreds of turns end in one step, and as many threads would keep the loop from running."""
 QUICK_S = 0.25
 """What takes longer gives its place to the next, and goes on."""
-THREADS = 16
+THREADS = 8
 """With those that went on: fewer that do not end hold up nobody else, and so few still let the loop run."""
 
 P = ParamSpec("P")
