@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 import zmq
-from zmq.utils import z85
 
 from protocols.errors import BadRequest
+from rollout.wire.keys import is_key
 
 HEARTBEAT_IVL_MS = 1000
 HEARTBEAT_TIMEOUT_MS = 3000
@@ -71,11 +71,7 @@ class Curve:
 
 def _z85(key: Key, field: str) -> bytes:
     text = key.encode() if isinstance(key, str) else key
-    try:
-        sound = isinstance(text, bytes) and len(z85.decode(text)) == 32
-    except (ValueError, KeyError, struct.error):  # of another length, with other characters, of too large a number
-        sound = False
-    if not sound:
+    if not isinstance(text, bytes) or not is_key(text):
         raise BadRequest("must be 40 characters of Z85 text", field=field)
     return text
 

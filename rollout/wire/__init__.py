@@ -2,6 +2,7 @@
 
 channel      the ROUTER, and its peers
 curve        who may speak
+keys         what a key looks like
 sessions     who speaks
 outbox       what is not acknowledged yet
 sender       large records in bursts, small replies between them

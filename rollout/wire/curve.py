@@ -11,6 +11,8 @@ import zmq
 import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
+from rollout.wire.keys import is_key
+
 
 @dataclass(frozen=True, slots=True)
 class CurveKeys:
@@ -23,19 +25,16 @@ class CurveKeys:
 
     @staticmethod
     def load(secret_file: Path, clients: Path | None = None) -> CurveKeys:
-        """Raises ValueError, saying what is wrong with the files."""
-        try:
-            public, secret = zmq.auth.load_certificate(secret_file)
-        except OSError as error:
-            raise ValueError(f"--curve-secret {secret_file}: {error.strerror or 'there is no such file'}") from None
-        except ValueError:
-            raise ValueError(
-                f"--curve-secret {secret_file} is no CURVE key file: zmq.auth.create_certificates makes one"
-            ) from None
+        """Raises ValueError, saying what is wrong with which file."""
+        public, secret = _keys("--curve-secret", secret_file)
         if secret is None:
             raise ValueError(f"--curve-secret {secret_file} holds no secret key: give the .key_secret file")
-        if clients is not None and not any(clients.glob("*.key")):
-            raise ValueError(f"--curve-clients {clients} holds no *.key file of a client")
+        if clients is not None:
+            files = sorted(clients.glob("*.key"))
+            if not files:
+                raise ValueError(f"--curve-clients {clients} holds no *.key file of a client")
+            for file in files:  # of which one that cannot be read would keep all clients out
+                _keys("--curve-clients", file)
         return CurveKeys(public, secret, clients)
 
     def guard(self, context: zmq.Context[zmq.Socket[bytes]]) -> ThreadAuthenticator:
@@ -52,6 +51,19 @@ class CurveKeys:
         socket.curve_server = True
         socket.curve_publickey = self.public
         socket.curve_secretkey = self.secret
+
+
+def _keys(option: str, file: Path) -> tuple[bytes, bytes | None]:
+    """Public and secret key of a file, the latter where it holds one. Raises ValueError."""
+    try:
+        public, secret = zmq.auth.load_certificate(file)
+    except OSError as error:
+        raise ValueError(f"{option} {file}: {error.strerror or 'there is no such file'}") from None
+    except (ValueError, IndexError):
+        raise ValueError(f"{option} {file} is no CURVE key file: zmq.auth.create_certificates makes one") from None
+    if not all(is_key(key) for key in (public, secret) if key is not None):
+        raise ValueError(f"{option} {file} holds a key that is not 40 characters of Z85 text")
+    return public, secret
 
 
 def is_local(address: str) -> bool:
