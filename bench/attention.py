@@ -24,7 +24,7 @@ from bench.report_fields import clean, commit, device_name, versions, write
 from engine.attention.paged_step import decode_kernel
 from engine.attention.shared import Runs, find_runs, no_runs
 from engine.attention.split import capacity, most_runs, num_streams
-from engine.attention.tables import tables_of
+from engine.attention.tables import lay_out
 from engine.kernels.paged_decode import DecodeScratch
 
 HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 16
@@ -128,7 +128,7 @@ def runs(batch: Batch) -> Call:
 def cut_call(batch: Batch, sharing: Runs) -> Call:
     kernel = decode_kernel(HEADS, KV_HEADS, DIM, torch.bfloat16)
     rows, streams = len(batch.lengths), num_streams(KV_HEADS)
-    tables = tables_of(batch.lengths, batch.indptr.numpy(), sharing, rows, streams).on(DEVICE)
+    tables = lay_out(batch.lengths, sharing, rows, streams).at(batch.lengths, batch.indptr.numpy()).on(DEVICE)
     scratch = DecodeScratch(capacity(rows, streams), rows, HEADS, KV_HEADS, DIM, DEVICE)
 
     def call(i: int) -> torch.Tensor:

@@ -61,6 +61,10 @@ def most_runs(rows: int) -> int:
     return min(rows // 2, rows // 8 + 66) if rows >= SHARE_FROM else 0
 
 
+def steps_of(lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    return -(-lengths // STEP)
+
+
 def cut(lengths: npt.NDArray[np.int32], order: IntArray, streams: int, most: int, merged: bool = False) -> Tiles:
     """Cut owners of `lengths` (each at least 1), read in `order` (int32[R]), into `streams`.
 
@@ -69,7 +73,7 @@ def cut(lengths: npt.NDArray[np.int32], order: IntArray, streams: int, most: int
     """
     if most < len(lengths) + streams - 1:
         raise ValueError(f"{len(lengths)} rows in {streams} streams do not fit into {most} tiles")
-    steps = -(-lengths[order] // STEP)
+    steps = steps_of(lengths[order])
     ends = np.cumsum(steps, dtype=np.int64)
     borders = _borders(ends, streams, 0 if merged else MERGE_STEPS)
     edges = np.unique(np.concatenate((borders, ends)))

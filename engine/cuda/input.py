@@ -9,6 +9,7 @@ fed was waited for.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,10 +18,11 @@ from torch import Tensor
 
 from engine.attention.shared import MEMBERS, Runs, find_runs, no_runs
 from engine.attention.split import capacity, most_runs
-from engine.attention.tables import Tables, tables_of
+from engine.attention.tables import Layout, Tables, lay_out
 from engine.config import BLOCK_SIZE
 from engine.cuda.sampler import StepLaw
 from engine.memory.memory import Memory
+from engine.request import IntArray
 from engine.runner.input import token_places
 from engine.step import StepPlan
 
@@ -41,7 +43,6 @@ _KINDS = {
 """The fixed arrays in the order in which they lie in the buffer. keys has five entries a row."""
 
 _ALIGNMENT = 16
-_NOTHING_SHARED = (np.empty(0, np.int32), no_runs(0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,14 @@ class Tokens:
     write_slots: Tensor
     sample_tokens: Tensor
     split: bool
+
+
+class Shared(NamedTuple):
+    """What the decode rows in `slots`, int32[R], were found to share, in at most so many runs."""
+
+    slots: IntArray
+    most: int
+    runs: Runs
 
 
 class CudaInput:
@@ -101,7 +110,8 @@ class CudaInput:
             for array in host.values():
                 array[...] = 0
         self._device.zero_()
-        self._sharing = _NOTHING_SHARED
+        self._shared = Shared(np.empty(0, np.int32), 0, no_runs(0))
+        self._layout: Layout | None = None
 
     def pack_decode(self, ring: int, plan: StepPlan, law: StepLaw, rows: int) -> bool:
         """A step of decode rows only, padded to `rows`: padding rows use the padding slot and the dummy block.
@@ -153,9 +163,10 @@ class CudaInput:
     def _pack_tiles(self, host: dict[str, npt.NDArray[np.generic]], plan: StepPlan, rows: int) -> bool:
         """rows: of the step, padding included. Is any row cut?"""
         decodes = plan.num_decode
-        runs = self._runs(plan, most_runs(rows))
-        indptr = plan.block_indptr[: decodes + 1]
-        tables = tables_of(plan.context_lens[:decodes] + 1, indptr, runs, rows, self._streams)
+        runs, lengths = self._runs(plan, most_runs(rows)), plan.context_lens[:decodes] + 1
+        if self._layout is None or not self._layout.holds(lengths, runs, rows):
+            self._layout = lay_out(lengths, runs, rows, self._streams)
+        tables = self._layout.at(lengths, plan.block_indptr[: decodes + 1])
         for name in Tables.names():
             array = getattr(tables, name)
             host[name][: len(array)] = array
@@ -164,14 +175,10 @@ class CudaInput:
     def _runs(self, plan: StepPlan, most: int) -> Runs:
         """Blocks are only ever appended to running rows, so the same rows as in the step before share the same."""
         slots = plan.slots[: plan.num_decode]
-        if not most:
-            self._sharing = _NOTHING_SHARED
-            return no_runs(len(slots))
-        before, runs = self._sharing
-        if plan.starts or len(runs.lengths) > most or not np.array_equal(slots, before):
+        if plan.starts or most != self._shared.most or not np.array_equal(slots, self._shared.slots):
             runs = find_runs(plan.block_indptr[: plan.num_decode + 1], plan.block_ids, most)
-            self._sharing = (slots.copy(), runs)
-        return runs
+            self._shared = Shared(slots.copy(), most, runs)
+        return self._shared.runs
 
     def _copy(self, ring: int, end: int) -> None:
         self._device[:end].copy_(self._hosts[ring][:end], non_blocking=True)

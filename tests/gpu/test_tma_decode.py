@@ -9,7 +9,7 @@ import torch
 
 from engine.attention.shared import find_runs, no_runs
 from engine.attention.split import capacity, most_runs, num_streams
-from engine.attention.tables import Tables, tables_of
+from engine.attention.tables import Tables, lay_out
 from engine.kernels import paged_decode, tma_decode
 from engine.kernels.paged_decode import DecodeScratch
 
@@ -57,7 +57,8 @@ class Step:
     def tables(self, *, share: bool = True) -> Tables[torch.Tensor]:
         rows, kv_heads = len(self.lengths), self.keys.shape[2]
         runs = find_runs(self.indptr, self.ids.cpu().numpy(), most_runs(rows)) if share else no_runs(rows)
-        return tables_of(self.lengths, self.indptr, runs, rows, num_streams(kv_heads)).on(DEVICE)
+        layout = lay_out(self.lengths, runs, rows, num_streams(kv_heads))
+        return layout.at(self.lengths, self.indptr).on(DEVICE)
 
     def run(self, kernel: object, tables: Tables[torch.Tensor]) -> torch.Tensor:
         out = torch.full_like(self.q, float("nan"))

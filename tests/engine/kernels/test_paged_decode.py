@@ -8,7 +8,7 @@ import torch
 
 from engine.attention.shared import find_runs, no_runs
 from engine.attention.split import capacity
-from engine.attention.tables import tables_of
+from engine.attention.tables import lay_out
 from engine.kernels import paged_decode, tma_decode
 from engine.kernels.paged_decode import DecodeScratch
 
@@ -71,7 +71,8 @@ def test_equals_softmax_attention(
 
     indptr = np.cumsum([0, *held], dtype=np.int32)
     rows, streams = len(lengths), 1 + spare
-    layout = tables_of(np.array(lengths, np.int32), indptr, no_runs(rows), rows, streams).on(device)
+    tokens = np.array(lengths, np.int32)
+    layout = lay_out(tokens, no_runs(rows), rows, streams).at(tokens, indptr).on(device)
     scratch = DecodeScratch(capacity(rows, streams), rows, heads, kv_heads, dim, device)
     scratch.out.fill_(POISON)
     scratch.stats.fill_(POISON)
@@ -132,7 +133,8 @@ def test_rows_that_share_a_prefix_equal_softmax_attention(
     held = torch.cat(tables)
     runs = find_runs(indptr, held.numpy(), 50)
     assert len(runs.lengths) >= sum(n > 1 and blocks >= 4 for blocks, n in families)
-    layout = tables_of(np.array(lengths, np.int32), indptr, runs, rows, 1 + spare).on(device)
+    all_tokens = np.array(lengths, np.int32)
+    layout = lay_out(all_tokens, runs, rows, 1 + spare).at(all_tokens, indptr).on(device)
     scratch = DecodeScratch(len(layout.tile_owners), 64, heads, kv_heads, dim, device)
     scratch.out.fill_(POISON)
     scratch.stats.fill_(POISON)
