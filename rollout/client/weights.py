@@ -80,6 +80,11 @@ class WeightCalls:
                 prepared = yield from WeightCalls.prepare_weights(
                     self, path, version, update_id=update_id, checksums=checksums, force=force, timeout=timeout
                 )
+            except BaseException:  # the wait may have been broken off too
+                # Prepared after all, it would be in the way of every other client for as long as this one lives.
+                self._core.forget_update(update_id)
+                raise
+            try:
                 committed = yield from WeightCalls.commit_weights(
                     self,
                     prepared,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from protocols import (
     WeightsIncomplete,
     WeightsInvalid,
 )
-from rollout.client import RolloutClient
+from rollout.client import AsyncRolloutClient, RolloutClient
 from tests.rollout.client.fake_worker import FakeWorker
 
 Start = Callable[..., FakeWorker]
@@ -155,10 +156,22 @@ def test_what_is_wrong_with_the_commit_is_said_before_anything_is_written_or_rea
 
 
 def test_an_update_that_is_given_up_while_it_is_read_blocks_no_other(start: Start, connect: Connect) -> None:
-    """Prepared after all, it would be in the way of every other client for as long as this one lives."""
     worker = start(silent=[PrepareWeightsRequest])
     client = connect(worker)
     with pytest.raises(Timeout, match="PrepareWeightsRequest"):
         client.update_weights("/w/1", 1, timeout=0.1)
     worker.wait_for(lambda: worker.of(AbortWeightsRequest))
+    assert worker.of(AbortWeightsRequest)[0].update_id == worker.of(PrepareWeightsRequest)[0].update_id
+
+
+def test_an_update_that_is_cancelled_while_it_is_read_blocks_no_other(start: Start) -> None:
+    worker = start(silent=[PrepareWeightsRequest])
+
+    async def main() -> None:
+        async with AsyncRolloutClient(worker.address, timeout=10.0) as client:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(client.update_weights("/w/1", 1), 0.3)
+            await asyncio.to_thread(worker.wait_for, lambda: worker.of(AbortWeightsRequest))
+
+    asyncio.run(main())
     assert worker.of(AbortWeightsRequest)[0].update_id == worker.of(PrepareWeightsRequest)[0].update_id
