@@ -84,7 +84,7 @@ def at_home(path: Path) -> Path:
         raise ValueError(f"{path}: {error}") from None
 
 
-Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0, lt=2**63)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 File = Annotated[Path, BeforeValidator(filled), AfterValidator(at_home)]
 Text = Annotated[str, BeforeValidator(filled)]
