@@ -84,7 +84,7 @@ def test_the_environment_fills_in_what_the_command_line_leaves_out(monkeypatch: 
         (["--weights", "w", "--max-running", "many"], "--max-running: should be a valid integer, not 'many'"),
         (["--weights", "w", "--drain-timeout", "nan"], "--drain-timeout: should be"),
         (["--weights", "w", "--kv-memory", "much"], "--kv-memory: 'much' is no size"),
-        (["--weights", "w", "--result-memory", "8388608T"], "--result-memory: should be less than 9223372036854775808"),
+        (["--weights", "w", "--result-memory", "8388608T"], "--result-memory: should be less than"),
         (["--weights", "w", "--kv-memory", "1G", "--kv-tokens", "5"], "give one of them"),
         (["--weights", "w", "--dtype", "int8"], "argument --dtype: invalid choice"),
         (["--weights", "w", "--bind", "tcp://0.0.0.0:5555"], "can be reached from other machines"),
