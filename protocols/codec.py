@@ -237,6 +237,8 @@ def bad_request(error: ValidationError, request_id: str = "") -> BadRequest:
     given = first["input"]
     if isinstance(given, Bad):
         message = given.why
+    elif first["type"] == "missing":
+        message = "is required"
     else:
         # As everything else here says it, and with what was given.
         message, _, should = first["msg"].partition(" should ")

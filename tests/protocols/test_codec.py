@@ -158,6 +158,21 @@ def test_a_float_field_takes_numbers_only(value: Any, accepted: bool) -> None:
         assert refusal(header).field == "timeout_s"
 
 
+@pytest.mark.parametrize(
+    ("header", "said"),
+    [
+        ({"type": "hello", "id": "1"}, "is required [client]"),
+        ({"type": "hello", "id": "1", "client": ""}, "must have at least 1 character, not '' [client]"),
+        ({"type": "score", "id": "1", "sequences": []}, "must have at least 1 item, not 0 [sequences]"),
+        ({"type": "drain", "id": "1", "timeout_s": 0}, "must be greater than 0, not 0 [timeout_s]"),
+        ({"type": "sleep", "id": "1", "level": "2"}, "must be a valid integer, not '2' [level]"),
+        ({"type": "commit_weights", "id": "1", "update_id": "u", "version": 1}, 'is required by mode "drain"'),
+    ],
+)
+def test_refusals_are_said_in_one_way(header: dict[str, Any], said: str) -> None:
+    assert str(refusal(header)).startswith(said)
+
+
 def test_requests_and_replies_do_not_pass_for_each_other() -> None:
     with pytest.raises(BadRequest, match="no message of type 'pong'"):
         decode_request(encode(samples.REPLIES["pong"]), LIMITS)
