@@ -32,6 +32,40 @@ class Interrupted(BaseException):
     """Raised in a thread whose call was given up."""
 
 
+class _Interruption:
+    """Of one call on a thread: at most one, between `begin` and `end` alone, for elsewhere nobody would catch it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread: int | None = None
+        self._asked = False
+
+    def begin(self) -> None:
+        """On the thread. Raises Interrupted where that was asked for before."""
+        with self._lock:
+            self._thread = threading.get_ident()
+            if self._asked:
+                raise Interrupted
+
+    def end(self) -> None:
+        """On the thread. Raises Interrupted where that was on its way; called again, it does not."""
+        with self._lock:
+            self._thread = None
+            _raise_in(threading.get_ident(), None)
+
+    def ask(self) -> None:
+        with self._lock:
+            if not self._asked and self._thread is not None:
+                _raise_in(self._thread, Interrupted)
+            self._asked = True
+
+
+def _raise_in(thread: int, error: type[BaseException] | None) -> None:
+    """At its next instruction. None: takes back what was not raised yet."""
+    raised = None if error is None else ctypes.py_object(error)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
+
+
 class Call:
     """A call that has begun. `task` ends with what came of it; it never raises, and cancelling it is giving up.
 
@@ -43,6 +77,7 @@ class Call:
         self._method = method
         self._args = args
         self._thread: threading.Thread | None = None
+        self._interruption = _Interruption()
         self.task: asyncio.Task[Outcome] = asyncio.get_running_loop().create_task(self._outcome())
 
     @property
@@ -59,8 +94,8 @@ class Call:
         thread = self._thread
         if thread is None or not thread.is_alive():
             self.task.cancel()
-        elif thread.ident is not None:
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(Interrupted))
+        else:
+            self._interruption.ask()
 
     async def result(self) -> Any:
         """What it returned; raises what it raised. Cancelled, it is interrupted."""
@@ -88,7 +123,7 @@ class Call:
 
     async def _on_thread(self) -> Outcome:
         loop = asyncio.get_running_loop()
-        method, args = self._method, self._args
+        method, args, interruption = self._method, self._args, self._interruption
         ended: asyncio.Future[None] = loop.create_future()
         outcomes: list[Outcome] = []
         context = contextvars.copy_context()
@@ -100,10 +135,17 @@ class Call:
         # An error keeps the frames that it went through, and their callers: none of them may keep it in turn.
         def work() -> None:
             try:
-                outcomes.append(Returned(context.run(method, *args)))
-            except BaseException as error:
+                try:
+                    interruption.begin()
+                    outcomes.append(Returned(context.run(method, *args)))
+                except BaseException as error:
+                    if not ended.done():
+                        outcomes.append(Raised(error))
+                interruption.end()
+            except Interrupted as late:
                 if not ended.done():
-                    outcomes.append(Raised(error))
+                    outcomes.append(Raised(late))
+                interruption.end()
             with suppress(RuntimeError):  # the loop has closed: nobody waits any more
                 loop.call_soon_threadsafe(end)
 

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from rollout.environments.calls import Call, Raised, Returned
+from rollout.environments.calls import Call, Interrupted, Raised, Returned, _Interruption
 from tests.rollout.build import run
 
 
@@ -74,3 +74,37 @@ def test_a_thread_that_outlives_its_loop_is_harmless() -> None:
     assert call._thread is not None
     call._thread.join(20)
     assert not call.running
+
+
+def test_an_interruption_comes_in_the_call_or_not_at_all() -> None:
+    """Whenever it is asked for, also when the call begins or ends: every task ends, and no thread dies of it."""
+
+    def count(to: int) -> None:
+        for _ in range(to):
+            pass
+
+    async def main() -> None:
+        for spins in range(400):
+            call = Call(count, 50 * spins)
+            for _ in range(spins % 4):
+                await asyncio.sleep(0)
+            call.interrupt()
+            call.interrupt()
+            done, _ = await asyncio.wait({call.task}, timeout=10)
+            assert done
+            if not call.task.cancelled():
+                outcome = call.task.result()
+                assert isinstance(outcome, Returned) or isinstance(outcome.error, Interrupted | asyncio.CancelledError)
+
+    asyncio.run(main())
+
+
+def test_one_that_was_asked_for_before_the_call_is_raised_at_its_begin() -> None:
+    interruption = _Interruption()
+    interruption.ask()
+    with pytest.raises(Interrupted):
+        interruption.begin()
+    interruption.end()
+    interruption.ask()
+    for _ in range(1000):
+        pass  # it would come here
