@@ -63,6 +63,7 @@ class Reload:
         self._post = post
         self._clock = clock
         self._update: Update | None = None
+        self._next: PrepareWeights | None = None
         self._reports: list[WeightsReport] = []
 
     @property
@@ -77,24 +78,20 @@ class Reload:
         return reports
 
     def prepare(self, command: PrepareWeights) -> None:
-        """Start to prepare."""
-        if self._update is not None:
-            self._fail(command.update_id, WeightsBusy(f"update {self._update.command.update_id!r} is under way"))
-            return
-        self._update = Update(command)
-        threading.Thread(target=self._prepare, args=(command,), name="prepare-weights", daemon=True).start()
+        """Start to prepare: at once, or when the reading of what is discarded ends, which nothing can break off."""
+        update = self._update
+        if update is None:
+            self._start(command)
+        elif update.discarded and self._next is None:
+            self._next = command
+        else:
+            self._fail(command.update_id, WeightsBusy(f"update {update.command.update_id!r} is under way"))
 
     def prepare_ended(self, event: PrepareEnded) -> None:
-        update = self._update
-        assert update is not None
-        if isinstance(event.outcome, Exception):
-            self._update = None
-            self._fail(event.command.update_id, event.outcome)
-        elif update.discarded:
-            self._drop(update)
-        else:
-            update.info = event.outcome
-            self._reports.append(Prepared(event.command.update_id, event.outcome))
+        self._ended(event)
+        if self._update is None and self._next is not None:
+            command, self._next = self._next, None
+            self._start(command)
 
     def commit(self, command: CommitWeights) -> None:
         """Begin to commit; `advance` ends it."""
@@ -111,6 +108,10 @@ class Reload:
             self._engine.hold()
 
     def discard(self, command: DiscardWeights) -> None:
+        if self._next is not None and self._next.update_id == command.update_id:
+            self._next = None
+            self._fail(command.update_id, WeightsInvalid("the update was discarded"))
+            return
         update = self._update
         if update is None or update.command.update_id != command.update_id:
             return
@@ -147,6 +148,22 @@ class Reload:
     def close(self) -> None:
         if self._update is not None and self._update.info is not None:
             self._store.discard()
+
+    def _start(self, command: PrepareWeights) -> None:
+        self._update = Update(command)
+        threading.Thread(target=self._prepare, args=(command,), name="prepare-weights", daemon=True).start()
+
+    def _ended(self, event: PrepareEnded) -> None:
+        update = self._update
+        assert update is not None
+        if isinstance(event.outcome, Exception):
+            self._update = None
+            self._fail(event.command.update_id, event.outcome)
+        elif update.discarded:
+            self._drop(update)
+        else:
+            update.info = event.outcome
+            self._reports.append(Prepared(event.command.update_id, event.outcome))
 
     def _prepare(self, command: PrepareWeights) -> None:
         try:

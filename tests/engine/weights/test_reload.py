@@ -233,6 +233,49 @@ def test_discard_while_preparing(rig: Rig) -> None:
     assert rig.store.prepared is None
 
 
+def test_what_comes_after_a_discarded_one_waits_for_its_reading_to_end(rig: Rig) -> None:
+    """Whoever has given an update up, and has the next one, is not told to come again."""
+    go = threading.Event()
+    rig.store.before_prepare = lambda: go.wait(10)
+    rig.updates.prepare(PrepareWeights("u", "5", 2))
+    rig.updates.discard(DiscardWeights("u"))
+    rig.updates.prepare(PrepareWeights("v", "6", 3))
+    rig.updates.discard(DiscardWeights("v"))
+    assert failure_of(rig.updates.take_reports()).message == "the update was discarded"
+    rig.updates.prepare(PrepareWeights("w", "7", 4))
+    assert rig.updates.take_reports() == []
+    rig.updates.prepare(PrepareWeights("x", "8", 5))
+    assert failure_of(rig.updates.take_reports()).code == "weights_busy"
+    go.set()
+    rig.updates.prepare_ended(rig.posted.get(timeout=10))
+    assert failure_of(rig.updates.take_reports()).message == "the update was discarded"
+    rig.updates.prepare_ended(rig.posted.get(timeout=10))
+    (prepared,) = rig.updates.take_reports()
+    assert isinstance(prepared, Prepared)
+    assert prepared.update_id == "w"
+    assert isinstance(rig.commit("w")[0], Committed)
+    assert rig.host.engine.weight_version == 4
+
+
+def test_a_discarded_one_that_fails_lets_the_next_begin(rig: Rig) -> None:
+    go = threading.Event()
+
+    def fail() -> None:
+        assert go.wait(10)
+        rig.store.before_prepare = lambda: None
+        raise WeightsInvalid("no")
+
+    rig.store.before_prepare = fail
+    rig.updates.prepare(PrepareWeights("u", "5", 2))
+    rig.updates.discard(DiscardWeights("u"))
+    rig.updates.prepare(PrepareWeights("v", "6", 3))
+    go.set()
+    rig.updates.prepare_ended(rig.posted.get(timeout=10))
+    assert failure_of(rig.updates.take_reports()).message == "no"
+    rig.updates.prepare_ended(rig.posted.get(timeout=10))
+    assert isinstance(rig.updates.take_reports()[0], Prepared)
+
+
 def test_discard_of_what_is_prepared_says_nothing(rig: Rig) -> None:
     rig.prepare()
     rig.updates.discard(DiscardWeights("u"))
