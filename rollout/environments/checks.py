@@ -12,6 +12,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from engine.request import IntArray
+from protocols.base import plain
 from protocols.fields import Partial
 from rollout.environments.answer import Answer
 from rollout.environments.base import Environment, Observation, Rewards, Step
@@ -63,8 +64,8 @@ def check_step(returned: Any, vocab_size: int) -> Answer:
     if not isinstance(returned, Step):
         forgotten = ": is an `await` missing?" if inspect.isawaitable(returned) else ""
         raise BadAnswer(f"step returned {_kind(returned)}, not a Step{forgotten}")
-    if not isinstance(returned.done, bool | np.bool_):
-        raise BadAnswer(f"done is {_kind(returned.done)}, not a bool")
+    if not isinstance(done := plain(returned.done), bool):
+        raise BadAnswer(f"done is {_kind(done)}, not a bool")
     return Answer(
         glue=_ids(returned.glue, "glue", vocab_size),
         observation=_ids(returned.observation, "observation", vocab_size),
@@ -72,7 +73,7 @@ def check_step(returned: Any, vocab_size: int) -> Answer:
         branch=_branch(_ids(returned.branch, "branch", vocab_size)),
         called=bool(returned.called),
         max_tokens=_max_tokens(returned.max_tokens),
-        done=bool(returned.done),
+        done=done,
         reward=_reward(returned.reward, "reward"),
     )
 
@@ -130,9 +131,10 @@ def _is_text(name: str) -> bool:
 
 
 def _reward(value: Any, name: str) -> float | None:
+    value = plain(value)
     if value is None:
         return None
-    if not isinstance(value, Real | np.bool_):
+    if not isinstance(value, Real):
         raise BadAnswer(f"{name} is {_kind(value)}, not a number")
     if not math.isfinite(value):
         raise BadAnswer(f"{name} is {value}, not finite")
@@ -140,9 +142,10 @@ def _reward(value: Any, name: str) -> float | None:
 
 
 def _max_tokens(value: Any) -> int | None:
+    value = plain(value)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+    if isinstance(value, bool) or not isinstance(value, int):
         raise BadAnswer(f"max_tokens is {_kind(value)}, not an int")
     if value < 1:
         raise BadAnswer(f"max_tokens is {value}, not positive")

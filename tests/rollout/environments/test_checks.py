@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from rollout.environments.answer import Answer
 from rollout.environments.base import Observation, Rewards, Step
@@ -60,6 +61,9 @@ def test_a_step_is_copied_into_plain_arrays() -> None:
     assert (answer.observation.dtype, answer.observation.tolist(), answer.glue.tolist()) == (np.int32, [4, 5], [6])
     assert (answer.done, answer.reward, answer.max_tokens) == (True, 0.5, None)
     assert check_step(Step(observation=[], max_tokens=np.int64(3)), VOCAB).max_tokens == 3
+    without_dimensions: Any = {"done": np.array(True), "max_tokens": torch.tensor(3), "reward": np.array(0.5)}
+    answer = check_step(Step(**without_dimensions), VOCAB)
+    assert (answer.done, answer.max_tokens, answer.reward) == (True, 3, 0.5)
 
 
 def test_reset_may_add_to_the_prompt_or_not() -> None:
@@ -78,6 +82,9 @@ def test_reset_may_add_to_the_prompt_or_not() -> None:
         (1, 1.0, {}),
         (True, 1.0, {}),
         (np.float32(0.25), 0.25, {}),
+        (np.array(0.25), 0.25, {}),
+        (torch.tensor(0.25), 0.25, {}),
+        ({"a": torch.tensor(1)}, 1.0, {"a": 1.0}),
         (np.bool_(True), 1.0, {}),
         ({"a": 1, "b": 0.5}, 1.5, {"a": 1.0, "b": 0.5}),
         ({}, None, {}),
