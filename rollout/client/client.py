@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from functools import partial
 from types import TracebackType
@@ -44,6 +45,7 @@ class Client(GroupMaker, WorkCalls[B], WeightCalls, WorkerCalls):
             curve=Curve.of(curve_server_key, curve_public_key, curve_secret_key),
         )
         self._pushed = PushedWeights(address)
+        self._updating = threading.Lock()
         self._finalizer = weakref.finalize(self, _end, self._core, self._pushed)
 
     @property

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
-from protocols.errors import RolloutError
+from protocols.errors import RolloutError, WeightsBusy
 from protocols.replies import Ok, WeightsCommitted, WeightsPrepared
 from protocols.requests import AbortWeightsRequest, CommitWeightsRequest, PrepareWeightsRequest
 from rollout.client.call import Call
@@ -46,6 +48,7 @@ class WeightUpdate:
 class WeightCalls:
     _core: Core
     _pushed: PushedWeights
+    _updating: threading.Lock
     _work: Callable[[Callable[[], T], Callable[[T], None]], Future[T]]
 
     @Call
@@ -67,48 +70,50 @@ class WeightCalls:
         mode: what becomes of turns that run at the commit; `drain` lets them end for at most `drain_timeout`
         seconds, then they are aborted or the commit fails (`on_timeout`). digest: refuse unless the weights read
         have it. checksums: file name -> "sha256:hex". force: allow a lower version. timeout: seconds for reading,
-        and again for copying, on top of the drain. Whatever is raised, either the old weights serve or the new.
+        and again for copying, on top of the drain. Whatever is raised, either the old weights serve or the new. One
+        at a time: WeightsBusy for a second one, of this client or another.
 
         Keep the path until the next update: after a restart the worker reads it again. A relative one starts from
         this process's working directory.
         """
         _drain_s(mode, drain_timeout, on_timeout)  # what is wrong is said before all of them are read
-        update_id = f"update-{secrets.token_hex(6)}"
-        for attempt in range(1, ATTEMPTS + 1):
-            boot_id = self._core.boot_id
-            try:
-                prepared = yield from WeightCalls.prepare_weights(
-                    self, path, version, update_id=update_id, checksums=checksums, force=force, timeout=timeout
+        with _alone(self._updating):
+            update_id = f"update-{secrets.token_hex(6)}"
+            for attempt in range(1, ATTEMPTS + 1):
+                boot_id = self._core.boot_id
+                try:
+                    prepared = yield from WeightCalls.prepare_weights(
+                        self, path, version, update_id=update_id, checksums=checksums, force=force, timeout=timeout
+                    )
+                except BaseException:  # the wait may have been broken off too
+                    # Prepared after all, it would be in the way of every other client for as long as this one lives.
+                    self._core.forget_update(update_id)
+                    raise
+                try:
+                    committed = yield from WeightCalls.commit_weights(
+                        self,
+                        prepared,
+                        mode=mode,
+                        drain_timeout=drain_timeout,
+                        on_timeout=on_timeout,
+                        digest=digest,
+                        timeout=timeout,
+                    )
+                except RolloutError:
+                    # A worker that has restarted in between has forgotten the prepared bytes.
+                    if self._core.boot_id != boot_id and attempt < ATTEMPTS:
+                        continue
+                    self._core.forget_update(update_id)
+                    raise
+                return WeightUpdate(
+                    version=committed.version,
+                    digest=committed.digest,
+                    update_id=update_id,
+                    bytes=prepared.bytes,
+                    load_s=prepared.load_s,
+                    paused_s=committed.paused_s,
                 )
-            except BaseException:  # the wait may have been broken off too
-                # Prepared after all, it would be in the way of every other client for as long as this one lives.
-                self._core.forget_update(update_id)
-                raise
-            try:
-                committed = yield from WeightCalls.commit_weights(
-                    self,
-                    prepared,
-                    mode=mode,
-                    drain_timeout=drain_timeout,
-                    on_timeout=on_timeout,
-                    digest=digest,
-                    timeout=timeout,
-                )
-            except RolloutError:
-                # A worker that has restarted in between has forgotten the prepared bytes.
-                if self._core.boot_id != boot_id and attempt < ATTEMPTS:
-                    continue
-                self._core.forget_update(update_id)
-                raise
-            return WeightUpdate(
-                version=committed.version,
-                digest=committed.digest,
-                update_id=update_id,
-                bytes=prepared.bytes,
-                load_s=prepared.load_s,
-                paused_s=committed.paused_s,
-            )
-        raise AssertionError("the last attempt returns or raises")
+            raise AssertionError("the last attempt returns or raises")
 
     @Call
     def push_weights(
@@ -210,6 +215,17 @@ class WeightCalls:
         instance(prepared, WeightsPrepared | str, "prepared")
         update_id = prepared.update_id if isinstance(prepared, WeightsPrepared) else prepared
         yield from self._core.ask(self._core.message(AbortWeightsRequest, update_id=update_id), Ok, timeout)
+
+
+@contextmanager
+def _alone(updating: threading.Lock) -> Iterator[None]:
+    """The worker takes the second update of a client for one in the place of the first. Raises WeightsBusy."""
+    if not updating.acquire(blocking=False):
+        raise WeightsBusy("another update of this client is under way")
+    try:
+        yield
+    finally:
+        updating.release()
 
 
 def _drain_s(mode: Mode, drain_timeout: float, on_timeout: OnTimeout) -> float | None:

@@ -16,12 +16,21 @@ import torch
 from safetensors.torch import load_file
 
 from engine.weights.update import weights_digest
-from protocols.errors import BadRequest, ConnectionLost, Timeout, WeightsIncomplete, WeightsInvalid
+from protocols.errors import (
+    BadRequest,
+    ConnectionLost,
+    RolloutError,
+    Timeout,
+    WeightsBusy,
+    WeightsIncomplete,
+    WeightsInvalid,
+)
 from rollout.client import AsyncRolloutClient, ClientClosed, RolloutClient
 from rollout.client.push import EMBEDDING, HEAD, PushedWeights, hf_name, hf_tensors, write_weights
 from rollout.local import local_worker
 from tests.rigs import RandModel, write_rand
 from tests.rollout.client.test_processes import python
+from tests.rollout.real_worker import real_worker
 from tests.rollout.timed_engine import TimedEngine
 from tests.rollout.workers import WorkerThread, soon, worker
 
@@ -406,3 +415,62 @@ def test_a_real_worker_serves_what_was_pushed(tmp_path: Path) -> None:
         write_weights(newer, tmp_path / "shards", shard_bytes=50_000)
         assert len(list(tmp_path.glob("shards/*.safetensors"))) > 2
         assert client.update_weights(tmp_path / "shards", 2).digest == update.digest
+
+
+NORM, UP = "model.norm.weight", "model.layers.0.mlp.up_proj.weight"
+CARELESS: dict[str, tuple[dict[str, Any], type[RolloutError], str]] = {
+    "another shape": ({UP: torch.zeros(3, 3)}, WeightsInvalid, UP),
+    "a transposed view": ({UP: RandModel().tensors()[UP].t()}, WeightsInvalid, UP),
+    "no dimensions": ({NORM: torch.tensor(1.0)}, WeightsInvalid, NORM),
+    "NaN": ({NORM: torch.full((64,), torch.nan)}, WeightsInvalid, NORM),
+    "infinite as float16": ({NORM: torch.full((64,), 1e6).half()}, WeightsInvalid, NORM),
+    "float64": ({NORM: torch.ones(64).double()}, WeightsInvalid, NORM),
+    "eight bits": ({UP: torch.zeros(128, 64).to(torch.float8_e4m3fn)}, WeightsInvalid, UP),
+    "sparse": ({UP: torch.zeros(128, 64).to_sparse()}, WeightsInvalid, UP),
+    "a layer too many": ({"model.layers.9.mlp.up_proj.weight": torch.zeros(128, 64)}, WeightsInvalid, "model.layers.9"),
+    "a head of its own": ({HEAD: torch.ones(512, 64)}, WeightsInvalid, HEAD),
+    "a list": ({NORM: [1.0] * 64}, WeightsInvalid, NORM),
+    "one less": ({NORM: ...}, WeightsIncomplete, NORM),
+}
+
+
+def test_a_careless_trainer_costs_nothing_of_what_runs(tmp_path: Path) -> None:
+    """Each push fails by name, the old weights serve on, and turns that run meanwhile are all there."""
+    model, shared = RandModel(tied=True), tmp_path / "shared"
+    shared.mkdir()
+    with (
+        real_worker(write_rand(tmp_path / "start", model)) as served,
+        RolloutClient(served.address, timeout=30.0) as client,
+    ):
+        batch = client.submit([client.group([1, 2, 3], n=4, max_tokens=150, script=[[5, 6]]) for _ in range(2)])
+        digest = client.status().weight_digest
+        for name, (changes, kind, field) in CARELESS.items():
+            pushed = {n: t for n, t in (model.tensors() | changes).items() if t is not ...}
+            with pytest.raises(kind) as caught:
+                client.push_weights(pushed, 1, directory=shared, drain_timeout=30.0)
+            assert str(caught.value.field).startswith(field), name
+            status = client.status()
+            assert (status.weight_version, status.weight_digest, status.state) == (0, digest, "ready"), name
+        assert pushes(shared) == []
+
+        newer, served_by, busy = [RandModel(tied=True, seed=seed).tensors() for seed in range(1, 5)], [], []
+
+        def push(seed: int) -> None:
+            try:
+                served_by.append(client.push_weights(newer[seed], 10 + seed, directory=shared).version - 10)
+            except (WeightsBusy, BadRequest) as error:  # the latter for a version below one that serves by then
+                busy.append(error)
+
+        threads = [threading.Thread(target=push, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert served_by
+        assert len(served_by) + len(busy) == 4
+        assert all(isinstance(error, WeightsBusy) or error.field == "version" for error in busy)
+        assert client.status().weight_digest == weights_digest(newer[max(served_by)])
+        assert pushes(shared) == [path.name for path in shared.glob(f"*/*-version-{10 + max(served_by)}")]
+        records = batch.results(timeout=60)
+        assert [record.status for record in records] == ["truncated"] * 8
+        assert {len(record.token_ids) for record in records} == {3 + 150 + 2 + 150}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from protocols import (
     CommitWeightsRequest,
     PrepareWeightsRequest,
     Timeout,
+    WeightsBusy,
     WeightsIncomplete,
     WeightsInvalid,
 )
@@ -153,6 +155,23 @@ def test_what_is_wrong_with_the_commit_is_said_before_anything_is_written_or_rea
         assert caught.value.field in options
     assert not made
     assert not worker.of(PrepareWeightsRequest)
+
+
+def test_a_second_update_at_once_is_refused_and_takes_nothing_from_the_first(
+    start: Start, connect: Connect, later: Callable[..., Future[Any]]
+) -> None:
+    worker = start(silent=[CommitWeightsRequest])
+    client = connect(worker)
+    first = later(client.update_weights, "/w/1", 1, timeout=3.0, mode="abort")
+    worker.wait_for(lambda: worker.of(CommitWeightsRequest))
+    with pytest.raises(WeightsBusy, match="of this client"):
+        client.update_weights("/w/2", 2)
+    assert [request.path for request in worker.of(PrepareWeightsRequest)] == ["/w/1"]
+    with pytest.raises(Timeout):
+        first.result(10)
+    assert client.prepare_weights("/w/2", 2).version == 2
+    with pytest.raises(Timeout):
+        client.update_weights("/w/2", 2, timeout=0.1, mode="abort")
 
 
 def test_an_update_that_is_given_up_while_it_is_read_blocks_no_other(start: Start, connect: Connect) -> None:
