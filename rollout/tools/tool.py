@@ -44,7 +44,10 @@ class Tool:
         if any_name := _any(function):
             raise _not_by_name(function, any_name)
         doc = docstring_parser.parse(inspect.getdoc(function) or "")
-        parameters = _model(function).model_json_schema(schema_generator=_Untitled)
+        try:
+            parameters = _model(function).model_json_schema(schema_generator=_Untitled)
+        except PydanticUserError as error:
+            raise _unusable(function, error) from error
         # Forbidden anyway, and so not worth the model's attention.
         shown = {key: value for key, value in parameters.items() if key not in ("title", "additionalProperties")}
         text = "\n\n".join(part for part in (doc.short_description, doc.long_description) if part)
@@ -62,9 +65,9 @@ def check_function(function: Callable[..., Any]) -> None:
     if not callable(function):
         raise ValueError(f"{str(function)[:64]!r} is no function")
     try:
-        _model(function).model_json_schema(schema_generator=_Untitled)
+        _model(function)
     except (PydanticUserError, NameError, TypeError) as error:
-        raise ValueError(f"{_name(function)}: {str(error).partition(chr(10))[0]}") from error
+        raise _unusable(function, error) from error
 
 
 def check(function: Callable[..., Any], arguments: Mapping[str, Any], required: Sequence[str] = ()) -> dict[str, Any]:
@@ -111,6 +114,10 @@ def _any(function: Callable[..., Any]) -> str | None:
     """The name under which it takes arguments of any name."""
     parameters = inspect.signature(function).parameters.values()
     return next((parameter.name for parameter in parameters if parameter.kind is parameter.VAR_KEYWORD), None)
+
+
+def _unusable(function: Callable[..., Any], error: Exception) -> ValueError:
+    return ValueError(f"{_name(function)}: {str(error).partition(chr(10))[0]}")
 
 
 def _not_by_name(function: Callable[..., Any], parameter: str) -> ValueError:

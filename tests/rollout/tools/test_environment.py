@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pytest
+from pydantic import PlainValidator
 
 from protocols.errors import BadRequest
 from protocols.fields import Turn
@@ -19,6 +20,7 @@ from tests.rollout.chat.tiny import THINKING, chat, ids, tokenizer
 from tests.rollout.tools.play import END, chat_group, observed, play, rendered, run
 from tests.rollout.tools.sample_tools import give, lookup, never
 
+Number = Annotated[int, PlainValidator(int)]
 CALL = '<tool_call>{"name": "lookup", "arguments": {"key": 4}}</tool_call>'
 
 
@@ -54,6 +56,27 @@ def test_schemas_and_functions_may_be_given_apart() -> None:
     assert '"find"' in prompt_of(Named)
     record = run(play(Named, CALL.replace("lookup", "find"), "ok"))
     assert '{"celsius": 4}' in observed(record)[0]
+
+
+def test_a_schema_of_ones_own_takes_what_none_is_made_of() -> None:
+    """A type that has no JSON schema, and arguments of any name."""
+
+    async def find(key: Number, **others: Any) -> Any:
+        return key, sorted(others)
+
+    with pytest.raises(ValueError, match="find: 'others' must be a parameter"):
+        Tool.of(find)
+
+    class Named(ToolEnvironment):
+        tools = (Tool("find", "Find it.", {"type": "object", "required": ["key", "place"]}, find),)
+
+    said = ('{"key": "4", "place": "here", "x": 1}', '{"key": 4}', '{"key": "four", "place": "here"}')
+    calls = (f'<tool_call>{{"name": "find", "arguments": {arguments}}}</tool_call>' for arguments in said)
+    record = run(play(Named, "".join(calls), "ok"))
+    text = observed(record)[0]
+    assert '[4, ["place", "x"]]' in text
+    assert "bad arguments: place: Field required" in text
+    assert "bad arguments: key: " in text
 
 
 @pytest.mark.parametrize("kind", ["def", "async def"])
