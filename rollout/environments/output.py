@@ -45,7 +45,7 @@ class Output:
             printed, trace = trace, b""
         what, _, _ = trace.partition(b"\n")
         _, current, stack = trace.rpartition(THREAD)
-        crash = b"\n".join((crash + what, current + stack))[: TAIL // 2]
+        crash = b"\n".join((crash + what, current + stack))[: TAIL * 3 // 4]
         return (printed[len(crash) - TAIL :] + crash).decode(errors="replace").strip()
 
     def forget(self) -> None:
