@@ -17,8 +17,8 @@ PATHS = {
     "split": "FlashInfer, split, graph",
     "one_chunk": "FlashInfer, one chunk, graph",
     "eager": "FlashInfer, eager",
-    "tiles": "tiles",
-    "runs": "tiles, shared prefixes once",
+    "tiles": "ours",
+    "runs": "ours, shared prefixes once",
 }
 """Names of bench.attention's paths, in words."""
 PARTS = ("step_ms", "attention", "linears", "small", "sampling", "copies", "other", "gaps")

@@ -122,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(GROUPS * 128 + 128, 1)
                              : "memory");
             }
         }
-        asm volatile("fence.proxy.async;\nbar.sync %0, 128;" ::"r"(group + 2) : "memory");
+        asm volatile("fence.proxy.async.shared::cta;\nbar.sync %0, 128;" ::"r"(group + 2) : "memory");
         if (threadIdx.x % 128 == 0) {
             wait_for_launch_ahead();
             store(h_map, h, left, place * 64);
