@@ -64,6 +64,18 @@ def test_a_file_that_another_has_taken_the_place_of(file: Path) -> None:
             source.check_unchanged()
 
 
+def test_a_link_that_moves_on_to_the_next_step(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "next").mkdir()
+    (tmp_path / "next" / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "latest").symlink_to(file.parent)
+    with SafetensorsFile(tmp_path / "latest" / file.name) as source:
+        source.check_unchanged()
+        (tmp_path / "latest").unlink()
+        (tmp_path / "latest").symlink_to(tmp_path / "next")
+        with pytest.raises(WeightsIncomplete, match="was replaced"):
+            source.check_unchanged()
+
+
 def test_a_name_that_no_file_can_have(tmp_path: Path) -> None:
     with pytest.raises(WeightsIncomplete, match="cannot be opened"):
         SafetensorsFile(tmp_path / "a\0b")
