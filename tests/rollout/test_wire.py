@@ -42,9 +42,10 @@ def test_1024_trajectories_of_8192_tokens_take_less_than_2_seconds(worker: Worke
 @pytest.mark.stress
 @pytest.mark.timeout(600)
 def test_memory_does_not_grow_from_round_to_round(worker: WorkerProcess) -> None:
-    fetch(worker)
-    after_one = memory(worker.process.pid, "VmRSS")
-    for _ in range(10):
+    used = []
+    for _ in range(13):
         fetch(worker)
-    # How much waits for the client differs between rounds; ten rounds kept would be ten times this.
-    assert memory(worker.process.pid, "VmRSS") - after_one < ARRAY_BYTES
+        used.append(memory(worker.process.pid, "VmRSS"))
+    print([round(size / 1e6) for size in used])
+    # The last arrays of a round may still be there when it is measured; ten rounds kept would be forty times this.
+    assert min(used[-3:]) - max(used[:3]) < ARRAY_BYTES / 4

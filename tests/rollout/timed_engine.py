@@ -37,6 +37,8 @@ from engine.request import Completion, Failure, FinishReason, Request
 from engine.step import WeightsInfo
 
 VOCAB = 1000
+REMEMBERED = 1000
+"""Commands in `seen`: all would hide what a worker keeps."""
 
 
 @dataclass
@@ -50,7 +52,7 @@ class TimedEngine:
     """seconds_per_token: 0 answers at once. prepare_s: how long a prepare takes. A file name with "bad" is refused.
     score_s: how long a score takes.
 
-    Thread-safe to look at: `live` (requests not ended), `seen` (commands), `aborted` (request ids).
+    Thread-safe to look at: `live` (requests not ended), `seen` (the last commands), `aborted` (request ids).
     """
 
     seconds_per_token: float = 0.0
@@ -103,6 +105,7 @@ class TimedEngine:
                 if command is None:
                     return
                 self.seen.append(command)
+                del self.seen[:-REMEMBERED]
                 self._take(command)
             while self._due and self._due[0][0] <= time.monotonic():
                 heapq.heappop(self._due)[2]()
