@@ -142,6 +142,10 @@ def limited(name: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+_PLAIN = {int, float, bool, str, bytes, type(None)}
+"""Most fields of most values: they need no look."""
+
+
 class Value(BaseModel):
     """Base of everything on the wire: immutable, strict, and an unknown field is refused by name.
 
@@ -169,7 +173,9 @@ class Value(BaseModel):
         if not data.keys() <= known.keys():
             name = str(next(name for name in data if name not in known))[:64]
             refuse(f"unknown field{suggestion(name, known)}", f".{name}")
-        return data if info.context is not None else {name: _local(value) for name, value in data.items()}
+        if info.context is not None:
+            return data
+        return {name: value if type(value) in _PLAIN else _local(value) for name, value in data.items()}
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
