@@ -10,9 +10,8 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-TURN_S = 0.003
-"""How long one turn of the loop may take while there is work left. What comes of a burst leaves for the client when the
-whole burst is through, and the client reads while the next one is worked on: so it is no longer than it need be."""
+TURN_S = 0.01
+"""How long one turn of the loop may take while there is work left."""
 
 
 class Pace:
