@@ -68,6 +68,10 @@ class Shared(NamedTuple):
     runs: Runs
 
 
+NOBODY = Shared(np.empty(0, np.int32), 0, no_runs(0))
+"""Of no slots: whatever the next decode rows are, they are looked at anew."""
+
+
 class CudaInput:
     """The input arrays on the device, and a ring of pinned buffers that feed them.
 
@@ -110,7 +114,7 @@ class CudaInput:
             for array in host.values():
                 array[...] = 0
         self._device.zero_()
-        self._shared = Shared(np.empty(0, np.int32), 0, no_runs(0))
+        self._shared = NOBODY
         self._layout: Layout | None = None
 
     def pack_decode(self, ring: int, plan: StepPlan, law: StepLaw, rows: int) -> bool:
@@ -152,6 +156,8 @@ class CudaInput:
         used, decodes = plan.num_rows, plan.num_decode
         host["slots"][:used] = plan.slots
         host["block_ids"][: len(plan.block_ids)] = plan.block_ids
+        if plan.starts:  # slots have other tenants, whether or not a row decodes in this step
+            self._shared = NOBODY
         split = self._pack_tiles(host, plan, decode_rows) if decodes else False
         sampling = plan.slots[plan.samples]
         host["sample_slots"][: len(sampling)] = sampling
@@ -173,9 +179,9 @@ class CudaInput:
         return bool(tables.tile_counts.max() > 1)
 
     def _runs(self, plan: StepPlan, most: int) -> Runs:
-        """Blocks are only ever appended to running rows, so the same rows as in the step before share the same."""
+        """Blocks are only ever appended to running rows, so the same slots share the same until one starts anew."""
         slots = plan.slots[: plan.num_decode]
-        if plan.starts or most != self._shared.most or not np.array_equal(slots, self._shared.slots):
+        if most != self._shared.most or not np.array_equal(slots, self._shared.slots):
             runs = find_runs(plan.block_indptr[: plan.num_decode + 1], plan.block_ids, most)
             self._shared = Shared(slots.copy(), most, runs)
         return self._shared.runs

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from itertools import count
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
+from engine.attention.paged_step import DecodeStep
+from engine.attention.shared import MEMBERS
 from engine.attention.split import capacity
+from engine.config import BLOCK_SIZE
+from engine.cuda.graphs import bucket_for, buckets
 from engine.cuda.input import CudaInput
 from engine.cuda.sampler import StepLaw
 from engine.memory.memory import Memory
-from tests.engine.plans import CPU, Row, plan
+from tests.engine.plans import CPU, Row, plan, start
 
 ROWS, STREAMS = 8, 33
 
@@ -86,3 +93,88 @@ def test_siblings_own_what_is_theirs_and_a_run_what_they_share() -> None:
     assert read[:17].tolist() == [*range(1, 17), 97]
     assert read[17:20].tolist() == [0, 0, 0]
     assert read[20:].tolist() == [80, 80, 0, 0]  # 17 rows are two runs of eight and one row that reads all by itself
+
+
+def test_slots_that_all_start_again_at_once_share_no_more_than_their_new_rows_do() -> None:
+    """The step in which they start has no decode row, and the next one has the slots of the last one before."""
+    buffers = CudaInput(24, 512, 24 * 8, STREAMS, 2, Memory(CPU))
+    shared, slots = [1, 2, 3, 4, 5], range(17)
+    buffers.pack_decode(0, plan(*(Row(slot, 5 * 16, [*shared, 10 + slot]) for slot in slots)), law(17), 20)
+    assert (buffers.fixed["seats"][:16] >= 0).all()
+    chunks = (Row(slot, 0, [30 + 2 * slot, 31 + 2 * slot], range(20)) for slot in slots)
+    buffers.pack_eager(1, plan(*chunks, starts=[start(slot) for slot in slots]), law(17))
+    buffers.pack_decode(0, plan(*(Row(slot, 20, [30 + 2 * slot, 31 + 2 * slot]) for slot in slots)), law(17), 20)
+    assert buffers.fixed["seats"][:20].tolist() == [-1] * 20
+    assert tokens_read(buffers, 17, 20) == [
+        [*range((30 + 2 * slot) * BLOCK_SIZE, (30 + 2 * slot) * BLOCK_SIZE + 21)] for slot in slots
+    ]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_the_steps_before_were_a_row_reads_its_own_tokens(seed: int) -> None:
+    """Rows with shared prefixes come and go, some or all at once, and graphs of all sizes and eager steps alternate."""
+    most, rng, fresh = 40, np.random.default_rng(seed), count(1)
+    buffers = CudaInput(most, 4096, most * 64, STREAMS, 2, Memory(CPU))
+    held: dict[int, tuple[list[int], int]] = {}  # by slot: blocks, and tokens that lie there
+    for turn in range(60):
+        chunks = []
+        if not held or rng.random() < 0.2:
+            going = 1.0 if rng.random() < 0.5 else 0.5
+            held = {slot: row for slot, row in held.items() if rng.random() > going}
+            free = [slot for slot in range(most) if slot not in held]
+            while free and rng.random() < 0.9:
+                shared = [next(fresh) for _ in range(rng.integers(12))]
+                for slot in free[: rng.integers(1, 14)]:
+                    free.remove(slot)
+                    new = int(rng.integers(1, 90))
+                    blocks = [*shared, *(next(fresh) for _ in range(-(-new // BLOCK_SIZE)))]
+                    chunks.append(Row(slot, len(shared) * BLOCK_SIZE, blocks, range(new)))
+        decodes = []
+        for slot, (blocks, tokens) in sorted(held.items()):
+            if tokens % BLOCK_SIZE == 0:
+                blocks.append(next(fresh))
+            decodes.append(Row(slot, tokens, list(blocks)))
+            held[slot] = blocks, tokens + 1
+        if not decodes and not chunks:
+            continue
+        rows = len(decodes)
+        if chunks:
+            step = plan(*decodes, *chunks, starts=[start(chunk.slot) for chunk in chunks])
+            buffers.pack_eager(turn % 2, step, law(step.num_rows))
+        else:
+            rows = bucket_for(rows, buckets(most)) or most
+            buffers.pack_decode(turn % 2, plan(*decodes), law(len(decodes)), rows)
+        held |= {row.slot: (list(row.blocks), row.context + len(row.token_ids or ())) for row in chunks}
+        if decodes:
+            places = [
+                [block * BLOCK_SIZE + place for block in row.blocks for place in range(BLOCK_SIZE)] for row in decodes
+            ]
+            assert tokens_read(buffers, len(decodes), rows) == [
+                own[: row.context + 1] for own, row in zip(places, decodes, strict=True)
+            ]
+
+
+def tokens_read(buffers: CudaInput, decodes: int, rows: int) -> list[list[int]]:
+    """The places in the pool that attention reads for each decode row of the step, by its run and by itself."""
+    nothing: Any = None
+    step = DecodeStep.of(buffers.fixed, rows, nothing, nothing)
+    tables, ids = step.tables, step.block_ids.tolist()
+    firsts, counts = tables.first_tiles.tolist(), tables.tile_counts.tolist()
+
+    def places(owner: int) -> list[int]:
+        found = []
+        for tile in range(firsts[owner], firsts[owner] + counts[owner]):
+            assert tables.tile_owners[tile] == owner
+            begin, tokens = int(tables.tile_blocks[tile]), int(tables.tile_tokens[tile])
+            found += [ids[begin + token // BLOCK_SIZE] * BLOCK_SIZE + token % BLOCK_SIZE for token in range(tokens)]
+        return found
+
+    seats = tables.seats.tolist()
+    runs = {seat // MEMBERS for seat in seats if seat >= 0}
+    used = sum(counts[:rows]) + sum(counts[rows + run] for run in runs)
+    assert tables.streams[0] == 0
+    assert tables.streams[-1] == used
+    assert not tables.tile_tokens[used:].any()
+    assert not any(counts[decodes:rows])
+    assert all(tables.members[seat] == row for row, seat in enumerate(seats) if seat >= 0)
+    return [(places(rows + seats[row] // MEMBERS) if seats[row] >= 0 else []) + places(row) for row in range(decodes)]
