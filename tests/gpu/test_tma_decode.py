@@ -11,7 +11,9 @@ from engine.attention.shared import find_runs, no_runs
 from engine.attention.split import capacity, most_runs, num_streams
 from engine.attention.tables import Tables, lay_out
 from engine.kernels import paged_decode, tma_decode
+from engine.kernels.overlap import between_linears
 from engine.kernels.paged_decode import DecodeScratch
+from engine.kernels.qk_norm_rope_write import qk_norm_rope_write
 
 PAGE = 16
 DEVICE = torch.device("cuda")
@@ -100,35 +102,52 @@ def test_rows_that_share_a_prefix_see_it_as_rows_that_do_not(shape: tuple[int, i
 
 @pytest.mark.parametrize("prefix", [0, 512])
 def test_a_thousand_launches_one_after_the_other_give_the_same_bits(prefix: int) -> None:
-    """Launches overlap, tiles are put together by whoever comes last, and the counters are used again and again."""
+    """In a graph each begins before the one ahead has ended, tiles are put together by whoever comes last, and the
+    counters are used again and again."""
     step = Step([prefix + 100 + 37 * row for row in range(100)], 32, 8, 128, samples=4, prefix=prefix)
     tables = step.tables()
     expected = step.run(tma_decode.paged_decode, tables)
     torch.cuda.synchronize()
-    outs = [step.run(tma_decode.paged_decode, tables) for _ in range(1000)]
-    assert all(torch.equal(out, expected) for out in outs)
+    outs = step.q.new_empty(100, *step.q.shape)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for out in outs:
+            tma_decode.paged_decode(step.q, step.keys, step.values, tables, step.ids, step.scratch, out)
+    for _ in range(10):
+        outs.fill_(float("nan"))
+        graph.replay()
+        assert all(torch.equal(out, expected) for out in outs)
 
 
-def test_it_waits_for_what_writes_its_newest_keys_and_values() -> None:
-    """The launch ahead writes the last token of every row, as the model's does, and this one may begin before."""
-    step = Step([700 + row for row in range(64)], 32, 8, 128)
+@pytest.mark.parametrize("length", [5, 700], ids=["all read ahead", "more than is read ahead"])
+def test_it_waits_for_what_writes_its_queries_and_newest_keys_and_values(length: int) -> None:
+    """As in the model's graph: the launch ahead writes them, and lets this one begin before it does."""
+    step = Step([length + 2 * row for row in range(64)], 32, 8, 128)
     tables = step.tables()
     last = torch.from_numpy(step.lengths - 1).cuda()
     places = step.ids[torch.from_numpy(step.indptr[:-1]).cuda() + last // PAGE].long() * PAGE + last % PAGE
-    new_keys = torch.randn(20, 64, 8, 128, device="cuda").bfloat16() * 3
-    new_values = torch.randn(20, 64, 8, 128, device="cuda").bfloat16() * 3
+    qkv = torch.randn(20, 64, (32 + 2 * 8) * 128, device="cuda").bfloat16() * 3
+    unturned = torch.tensor([1.0, 0.0], device="cuda")[None, :, None].expand(64, 2, 128).contiguous()
+    outs = step.q.new_empty(20, *step.q.shape)
+    assert between_linears(64, DEVICE)
 
-    def after(i: int) -> torch.Tensor:
-        step.keys.flatten(0, 1)[places] = new_keys[i]
-        step.values.flatten(0, 1)[places] = new_values[i]
-        return step.run(tma_decode.paged_decode, tables)
+    def layer(i: int) -> None:
+        q = qk_norm_rope_write(qkv[i], None, 1e-6, unturned, places, step.keys, step.values)
+        tma_decode.paged_decode(q, step.keys, step.values, tables, step.ids, step.scratch, outs[i])
 
-    expected = []
     for i in range(20):
-        expected.append(after(i))
+        layer(i)
         torch.cuda.synchronize()
-    found = [after(i) for i in range(20)]
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    expected = outs.clone()
+    assert expected.isfinite().all()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(20):
+            layer(i)
+    for _ in range(20):
+        outs.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(outs, expected)
 
 
 def test_the_kernel_is_there_before_the_first_call() -> None:
