@@ -1,7 +1,7 @@
 """CUDA C++ compiled at start by NVRTC, which comes with torch or the toolkit, and launched through NVIDIA's bindings.
 
-For what Triton cannot say: tiles that are no power of two wide. What is compiled is kept on disk. The bindings are
-imported where they are called: a machine without a GPU has none.
+For what Triton cannot say: tiles that are no power of two wide, a warp that does nothing but load. What is compiled is
+kept on disk. The bindings are imported where they are called: a machine without a GPU has none.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Kernel:
 
     def launch(self, programs: int, stream: int, values: tuple[Any, ...], types: tuple[Any, ...]) -> None:
         """A launch that may begin before the one ahead of it has ended. types: of the values, by ctypes; None for a
-        structure of the bindings."""
+        structure, of the bindings or of ctypes. Raises CudaError."""
         from cuda.bindings import driver
 
         overlap = driver.CUlaunchAttribute()

@@ -36,7 +36,8 @@ MERGE = 8
 class DecodeScratch:
     """Partial results of up to `tiles` tiles, shared by all layers and graphs (they run one after the other).
 
-    arrived: int32[rows + runs, kv_heads], tiles that are done; zero between launches.
+    out: fp32[places, heads, dim], stats: fp32[places, heads, 2], with MEMBERS places a tile, or one where so few rows
+    have no runs. arrived: int32[rows + runs, kv_heads], tiles that are done; zero between launches.
     """
 
     def __init__(self, tiles: int, rows: int, heads: int, kv_heads: int, dim: int, device: torch.device) -> None:

@@ -42,8 +42,8 @@ struct Tile {
 
 Tile tile_at(const Arguments& given, int place) { return {given.tile_owners[place], given.tile_tokens[place]}; }
 
-// The tiles of a stream in the order in which they are read: the last one first, since both it and the one after it may
-// be parts of rows, which take long to put together; the whole rows in between end at once.
+// The tiles of a stream in the order in which they are read: the last one, then the first: both may be parts of rows,
+// which take long to put together. The whole rows between them end at once.
 int in_turn(int first, int end, int turn) { return turn == 0 ? end - 1 : first + turn - 1; }
 
 struct Ring {
@@ -250,7 +250,8 @@ void run_tile(const Arguments& given, int place, const Tile& tile, int kv_head, 
     }
 }
 
-// Every page of a stream's tiles. All but the newest tokens were there before the launch ahead.
+// Every page of a stream's tiles. The tables, and all tokens but the newest, were there before the launch ahead, which
+// began this one only after what came before it had ended. The newest token of a row is in the last stage of a tile.
 void load_pages(const TensorMap& keys, const TensorMap& values, const Arguments& given, int first, int end, int kv_head,
                 Ring ring) {
     const int lane = threadIdx.x % 32, which = lane / (2 * HALVES), part = lane % (2 * HALVES);

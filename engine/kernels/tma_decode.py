@@ -124,7 +124,11 @@ def paged_decode(
     scratch: DecodeScratch,
     out: Tensor,
 ) -> None:
-    """As `paged_decode.paged_decode`, in bf16: keys and values must be contiguous."""
+    """As `paged_decode.paged_decode`, in bf16; all of it must be contiguous. Raises CudaError.
+
+    What is not of the newest token is read before the launch ahead has ended: that one must write no other KV and no
+    tables, and begin this one only after its own wait.
+    """
     rows, heads, dim = q.shape
     blocks, _, kv_heads, _ = keys.shape
     maps = [tensor_map(pool.data_ptr(), blocks * PAGE, kv_heads, dim) for pool in (keys, values)]
