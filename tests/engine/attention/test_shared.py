@@ -98,6 +98,20 @@ def test_rows_of_their_own_share_nothing() -> None:
     assert (runs.seats == -1).all()
 
 
+def test_a_run_is_read_just_ahead_of_its_members_and_rows_of_their_own_last() -> None:
+    runs = runs_of(families([64, 0, 5, 9], [2, 1, 11, 3]))
+    places = np.argsort(runs.order(17))
+    assert sorted(places) == list(range(17 + len(runs.lengths)))
+    for run, members in enumerate(runs.members):
+        count = np.count_nonzero(members >= 0)
+        assert places[members[:count]].tolist() == [places[17 + run] + 1 + place for place in range(count)]
+    assert places[:17][runs.seats < 0].tolist() == [20]
+
+
+def test_without_runs_rows_are_read_as_they_come() -> None:
+    assert runs_of(families([1, 0], [3, 2])).order(5).tolist() == [0, 1, 2, 3, 4]
+
+
 def test_what_is_covered_is_what_the_run_shares() -> None:
     tables = families([64, 0, 5], [2, 1, 2])
     assert runs_of(tables).before(5).tolist() == [1024, 1024, 0, 80, 80]

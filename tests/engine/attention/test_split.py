@@ -10,9 +10,9 @@ from engine.attention.split import LEAST_STEPS, MERGE_STEPS, STEP, Tiles, cut, n
 STREAMS = 33
 
 
-def cut_of(*lengths: int, streams: int = STREAMS) -> Tiles:
+def cut_of(*lengths: int, streams: int = STREAMS, merged: bool = False) -> Tiles:
     rows = len(lengths)
-    return cut(np.array(lengths, np.int32), np.arange(rows, dtype=np.int32), streams, rows + streams - 1)
+    return cut(np.array(lengths, np.int32), np.arange(rows, dtype=np.int32), streams, rows + streams - 1, merged)
 
 
 def tokens_of(tiles: Tiles) -> list[int]:
@@ -67,6 +67,13 @@ def test_rows_stay_whole_where_that_is_as_fast() -> None:
     assert (cut_of(*[768] * 256).counts == 1).all()
     assert (cut_of(*[320] * 8).counts == 1).all()
     assert cut_of(*[700] * 200).counts.max() == 2  # some streams would have seven, most six
+
+
+def test_rows_that_are_put_together_anyway_are_cut_evenly() -> None:
+    """Whole, four of the streams would have nothing."""
+    lengths = [320] * 200
+    assert (cut_of(*lengths, streams=38).counts == 1).all()
+    assert max(tokens_of(cut_of(*lengths, streams=38, merged=True))) == -(-200 * 5 // 38) * STEP
 
 
 def test_one_row_is_spread_over_the_gpu() -> None:

@@ -8,8 +8,21 @@ import re
 import pytest
 import torch
 
+from engine.attention.split import STEP
+from engine.config import BLOCK_SIZE
 from engine.kernels import tma_decode
-from engine.kernels.tma_decode import PAGE, PAGES, PROGRAMS, RESERVED_BYTES, SHARED_BYTES, SOURCE, Arguments, Shape
+from engine.kernels.paged_decode import TOKENS
+from engine.kernels.tma_decode import (
+    PAGE,
+    PAGES,
+    PROGRAMS,
+    RESERVED_BYTES,
+    SHARED_BYTES,
+    SOURCE,
+    WARPS,
+    Arguments,
+    Shape,
+)
 
 MODELS = {
     "qwen3-0.6b": Shape(16, 8, 128),
@@ -30,15 +43,23 @@ def test_programs_share_a_multiprocessor_and_read_ahead(shape: Shape) -> None:
     assert PROGRAMS * ring >= 128 * 1024
 
 
-def test_what_warps_put_together_has_its_room() -> None:
+@pytest.mark.parametrize("group", range(1, 9))
+@pytest.mark.parametrize("dim", [64, 128])
+def test_what_warps_put_together_has_its_room(group: int, dim: int) -> None:
     """Sums of WARPS warps with their four spare floats, and two numbers a head; then barriers, and the ring's start."""
-    shape = Shape(32, 8, 128)
-    source = SOURCE.read_text()
-    assert "WARPS = 4, PAGES = WARPS, STAGE_BYTES = PAGES * 2 * PAGE_BYTES" in source
-    assert PAGES == 4
-    assert shape.stage_bytes == PAGES * 2 * PAGE * 128 * 2
-    shared = 4 * 4 * ((128 + 4) + 2) * 4 + 2 * shape.stages * 8 + 16
+    shape = Shape(8 * group, 8, dim)
+    assert shape.stages >= 2
+    assert shape.stage_bytes == PAGES * 2 * PAGE * dim * 2
+    shared = WARPS * group * ((dim + 4) + 2) * 4 + 2 * shape.stages * 8 + 16
     assert shared + 1024 <= shape.fixed_bytes
+
+
+def test_sizes_that_are_written_twice_are_the_same() -> None:
+    assert f"WARPS = {WARPS}, PAGES = WARPS, STAGE_BYTES = PAGES * 2 * PAGE_BYTES" in SOURCE.read_text()
+    assert f"PAGE = {PAGE}, " in SOURCE.with_name("attention.cuh").read_text()
+    assert PAGES == WARPS
+    assert PAGE == BLOCK_SIZE
+    assert PAGES * PAGE == TOKENS == STEP  # read at a time by either kernel, and by whoever cuts rows for them
 
 
 @pytest.mark.parametrize(("heads", "rows"), [(8, 1), (16, 2), (24, 4), (32, 4), (40, 8), (56, 8), (64, 8)])
