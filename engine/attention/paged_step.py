@@ -1,4 +1,4 @@
-"""Attention of one step on the GPU: decode rows over even tiles, prefill chunks through FlashInfer."""
+"""Attention of one step on the GPU: decode rows over even streams, prefill chunks through FlashInfer."""
 
 from __future__ import annotations
 

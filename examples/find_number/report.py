@@ -121,4 +121,6 @@ def main(folder: Path, paths: Sequence[Path]) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        sys.exit(f"usage: {sys.argv[0]} FOLDER CURVE.json ...")
     main(Path(sys.argv[1]), [Path(name) for name in sys.argv[2:]])
