@@ -214,7 +214,11 @@ OTHERS: Table = [
 
 
 @pytest.mark.parametrize(("name", "ask"), OTHERS)
-@pytest.mark.parametrize("value", [7, 2.5, True, b"ab", ["x"], {1: 2}, np.array([1, 2]), object()], ids=repr)
+@pytest.mark.parametrize(
+    "value",
+    [7, 2.5, True, b"ab", ["x"], {1: 2}, np.array([1, 2]), object()],
+    ids=["int", "float", "bool", "bytes", "list", "dict", "array", "object"],
+)
 def test_everything_else_is_what_it_should_be(client: RolloutClient, name: str, ask: Ask, value: Any) -> None:
     assert refused(client, ask, value).partition(".")[0] == name
 
