@@ -21,7 +21,7 @@ import torch
 from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
 from bench.report_fields import clean, commit, device_name, versions, write
-from engine.attention.paged_step import decode_kernel
+from engine.attention.paged_step import choose_decode_kernel
 from engine.attention.shared import Runs, find_runs, no_runs
 from engine.attention.split import capacity, most_runs, num_streams
 from engine.attention.tables import lay_out
@@ -126,7 +126,7 @@ def runs(batch: Batch) -> Call:
 
 
 def cut_call(batch: Batch, sharing: Runs) -> Call:
-    kernel = decode_kernel(HEADS, KV_HEADS, DIM, torch.bfloat16)
+    kernel = choose_decode_kernel(HEADS, KV_HEADS, DIM, torch.bfloat16)
     rows, streams = len(batch.lengths), num_streams(KV_HEADS)
     tables = lay_out(batch.lengths, sharing, rows, streams).at(batch.lengths, batch.indptr.numpy()).on(DEVICE)
     scratch = DecodeScratch(capacity(rows, streams), rows, HEADS, KV_HEADS, DIM, DEVICE)

@@ -31,7 +31,7 @@ class DecodeKernel(Protocol):
     ) -> None: ...
 
 
-def decode_kernel(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> DecodeKernel:
+def choose_decode_kernel(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> DecodeKernel:
     """The faster one that is written for this, compiled."""
     if tma_decode.fits(heads, kv_heads, dim, dtype):
         tma_decode.prepare(heads, kv_heads, dim)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.flashinfer_paged import PagedPrefill
-from engine.attention.paged_step import DecodeStep, MixedStep, decode_kernel
+from engine.attention.paged_step import DecodeStep, MixedStep, choose_decode_kernel
 from engine.attention.split import capacity, num_streams
 from engine.cuda.graphs import DecodeGraphs, buckets
 from engine.cuda.input import CudaInput
@@ -84,7 +84,7 @@ class CudaRunner:
         self._scratch = DecodeScratch(
             capacity(rows, streams), rows, config.num_heads, config.num_kv_heads, config.head_dim, device
         )
-        self._attention = decode_kernel(config.num_heads, config.num_kv_heads, config.head_dim, kv.keys[0].dtype)
+        self._attention = choose_decode_kernel(config.num_heads, config.num_kv_heads, config.head_dim, kv.keys[0].dtype)
         self._prefill = PagedPrefill(config, kv.keys[0].dtype, memory, RING)
         self._results = [ResultBuffer(rows, limits.max_tokens, memory) for _ in range(RING)]
         self._packed_results = [

@@ -19,8 +19,8 @@ from engine.kernels.paged_decode import DecodeScratch
 SOURCE = Path(__file__).with_suffix(".cu")
 PAGE, PAGES, WARPS = 16, 4, 4
 """Tokens of a page; pages of a stage of the ring, one for each multiplying warp."""
-PROGRAMS = 2
-"""Of a multiprocessor: while one puts a row together, the other reads."""
+PER_MULTIPROCESSOR = 2
+"""Programs: while one puts a row together, the other reads."""
 SHARED_BYTES = 228 * 1024
 """Of a multiprocessor of Hopper, of which the driver takes RESERVED_BYTES for each program."""
 RESERVED_BYTES = 1024
@@ -49,7 +49,7 @@ class Shape:
 
     @property
     def stages(self) -> int:
-        return (SHARED_BYTES // PROGRAMS - RESERVED_BYTES - self.fixed_bytes) // self.stage_bytes
+        return (SHARED_BYTES // PER_MULTIPROCESSOR - RESERVED_BYTES - self.fixed_bytes) // self.stage_bytes
 
 
 class Arguments(ctypes.Structure):
@@ -80,7 +80,7 @@ def kernel(shape: Shape) -> Kernel:
         "MEMBERS": MEMBERS,
         "HEAD_ROWS": shape.head_rows,
         "STAGES": shape.stages,
-        "PROGRAMS": PROGRAMS,
+        "PROGRAMS": PER_MULTIPROCESSOR,
     }
     options = tuple(f"-D{name}={value}" for name, value in values.items())
     code = compiled(SOURCE.read_text(encoding="utf-8"), options, "sm_90a")

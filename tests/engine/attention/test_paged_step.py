@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.attention import paged_step
-from engine.attention.paged_step import DecodeStep, MixedStep, decode_kernel
+from engine.attention.paged_step import DecodeStep, MixedStep, choose_decode_kernel
 from engine.attention.shared import no_runs
 from engine.attention.tables import Tables, lay_out
 from engine.cuda.input import CudaInput
@@ -63,7 +63,7 @@ def test_the_faster_kernel_is_taken_and_compiled_where_it_fits(monkeypatch: pyte
     prepared: list[tuple[int, ...]] = []
     monkeypatch.setattr(tma_decode, "fits", lambda *shape: asked.append(shape) or fits)
     monkeypatch.setattr(tma_decode, "prepare", lambda *shape: prepared.append(shape))
-    kernel = decode_kernel(32, 8, 128, torch.bfloat16)
+    kernel = choose_decode_kernel(32, 8, 128, torch.bfloat16)
     assert kernel is (tma_decode.paged_decode if fits else paged_step.paged_decode)
     assert asked == [(32, 8, 128, torch.bfloat16)]
     assert prepared == [(32, 8, 128)] * fits

@@ -15,7 +15,7 @@ from engine.kernels.paged_decode import TOKENS
 from engine.kernels.tma_decode import (
     PAGE,
     PAGES,
-    PROGRAMS,
+    PER_MULTIPROCESSOR,
     RESERVED_BYTES,
     SHARED_BYTES,
     SOURCE,
@@ -38,9 +38,9 @@ MODELS = {
 @pytest.mark.parametrize("shape", MODELS.values(), ids=MODELS)
 def test_programs_share_a_multiprocessor_and_read_ahead(shape: Shape) -> None:
     ring = shape.stages * shape.stage_bytes
-    assert (ring + shape.fixed_bytes + RESERVED_BYTES) * PROGRAMS <= SHARED_BYTES
+    assert (ring + shape.fixed_bytes + RESERVED_BYTES) * PER_MULTIPROCESSOR <= SHARED_BYTES
     assert shape.stages >= 2
-    assert PROGRAMS * ring >= 128 * 1024
+    assert PER_MULTIPROCESSOR * ring >= 128 * 1024
 
 
 @pytest.mark.parametrize("group", range(1, 9))
