@@ -22,6 +22,8 @@ MAX_PARTS = 256
 """Named rewards of one trajectory."""
 MAX_NAME = 256
 """Characters of the name of one."""
+MAX_TOKENS = 2**31 - 1
+"""Of a turn: a record says no more, as a submit cannot."""
 
 
 class BadAnswer(SpeaksForItself):
@@ -136,9 +138,13 @@ def _reward(value: Any, name: str) -> float | None:
         return None
     if not isinstance(value, Real):
         raise BadAnswer(f"{name} is {_kind(value)}, not a number")
-    if not math.isfinite(value):
-        raise BadAnswer(f"{name} is {value}, not finite")
-    return float(value)
+    try:
+        reward = float(value)
+    except OverflowError:
+        raise BadAnswer(f"{name} is {_kind(value)} too large for a float") from None
+    if not math.isfinite(reward):
+        raise BadAnswer(f"{name} is {reward}, not finite")
+    return reward
 
 
 def _max_tokens(value: Any) -> int | None:
@@ -149,6 +155,8 @@ def _max_tokens(value: Any) -> int | None:
         raise BadAnswer(f"max_tokens is {_kind(value)}, not an int")
     if value < 1:
         raise BadAnswer(f"max_tokens is {value}, not positive")
+    if value > MAX_TOKENS:
+        raise BadAnswer(f"max_tokens is {value if value < 2**64 else 'an int'}, more than {MAX_TOKENS}")
     return int(value)
 
 

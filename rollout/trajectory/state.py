@@ -5,11 +5,14 @@ was said in its conversation.
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import msgpack
 import numpy as np
+from pydantic import ValidationError
 
-from protocols.fields import Group, Partial
+from protocols.base import Received
+from protocols.fields import Group, Limits, Partial
 from rollout.chat.messages import all_as_json
 from rollout.environments.answer import End
 from rollout.environments.bounded import Stops
@@ -61,9 +64,9 @@ class State:
             snapshot, more = kept
             said = None if said is None or more is None else (*said, *more)
             size = sum(map(len, said or ())) + (0 if snapshot is None else len(msgpack.packb(snapshot)))
-            known = size <= self._room
+            known = size <= self._room and _can_be_sent(snapshot)
             if not known:
-                log.warning("%s: a state of %d bytes is too large to be sent", self._name, size)
+                log.warning("%s: a state of %d bytes is too large or too deep to be sent", self._name, size)
         elif environment.talks:
             said = None
         self._known, self.snapshot, self._said = known, snapshot, said
@@ -75,3 +78,12 @@ class State:
             return None
         said = np.frombuffer(b"[%s]" % b",".join(self._said), np.uint8) if self._said else None
         return trajectory.partial(self.snapshot, said)
+
+
+def _can_be_sent(snapshot: dict[str, Any] | None) -> bool:
+    """Does whoever receives it take it? A record that cannot be read would be lost, and nobody told of its end."""
+    try:
+        Partial.model_validate({"snapshot": snapshot}, context=Received((), Limits()))
+    except ValidationError:
+        return False
+    return True

@@ -43,6 +43,9 @@ VOCAB = MODEL.vocab_size
         (Step(max_tokens=0), "max_tokens is 0"),
         (Step(max_tokens=True), "max_tokens is a bool"),
         (Step(max_tokens=2.0), "max_tokens is a float"),
+        (Step(max_tokens=2**31), f"max_tokens is {2**31}, more than"),
+        (Step(max_tokens=10**5000), "max_tokens is an int, more than"),
+        (Step(reward=10**400), "reward is a int too large"),
     ],
 )
 def test_a_step_that_means_nothing_is_refused_by_name(returned: Any, complaint: str) -> None:
@@ -61,6 +64,7 @@ def test_a_step_is_copied_into_plain_arrays() -> None:
     assert (answer.observation.dtype, answer.observation.tolist(), answer.glue.tolist()) == (np.int32, [4, 5], [6])
     assert (answer.done, answer.reward, answer.max_tokens) == (True, 0.5, None)
     assert check_step(Step(observation=[], max_tokens=np.int64(3)), VOCAB).max_tokens == 3
+    assert check_step(Step(max_tokens=2**31 - 1), VOCAB).max_tokens == 2**31 - 1
     without_dimensions: Any = {"done": np.array(True), "max_tokens": torch.tensor(3), "reward": np.array(0.5)}
     answer = check_step(Step(**without_dimensions), VOCAB)
     assert (answer.done, answer.max_tokens, answer.reward) == (True, 3, 0.5)
@@ -104,6 +108,7 @@ def test_a_final_reward_is_a_number_or_named_numbers(returned: Any, total: Any, 
         [1.0],
         {"a": float("nan")},
         {"a": None},
+        {"a": 10**400},
         {1: 1.0},
         {"a": 1e308, "b": 1e308},
         {str(i): 0.0 for i in range(257)},

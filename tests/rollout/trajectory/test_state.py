@@ -371,6 +371,25 @@ def test_a_state_that_cannot_be_sent_is_none(monkeypatch: pytest.MonkeyPatch) ->
         assert cut_once(CASES[case], Cut(26)).partial is None
 
 
+@pytest.mark.parametrize(
+    ("state", "goes_on"), [("deep", False), ("large", False), ("as deep", True), ("as large", True)]
+)
+def test_nor_is_a_state_that_whoever_receives_it_would_refuse(state: str, goes_on: bool) -> None:
+    """`Worker.run` sends each record, and reads it."""
+    limits, few = Limits(), state.startswith("as")
+
+    class Odd(Saved):
+        def snapshot(self) -> dict[str, Any]:
+            told: dict[str, Any] = {"letters": self.letters}
+            if "large" in state:
+                return told | {"text": "x" * (limits.max_metadata - 100 if few else limits.max_metadata)}
+            for _ in range(limits.max_nesting - few):
+                told = {"inner": told}
+            return told
+
+    assert (cut_once(Case(Odd), Cut(14)).partial is not None) == goes_on
+
+
 def test_where_no_state_is_asked_for_only_what_has_none_goes_on() -> None:
     """Nothing is known of a conversation, or of an environment, of which nothing was kept: not even where it was when
     it began."""
