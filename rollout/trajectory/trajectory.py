@@ -34,7 +34,7 @@ from rollout.trajectory.sampling import engine_params, stop_rule
 from rollout.trajectory.segments import MAX_SEGMENTS, Segments
 from rollout.trajectory.spec import TrajectorySpec
 from rollout.trajectory.tokens import Tokens, fault
-from rollout.trajectory.turns import ABORTED, add_times, gone_on, turn_of
+from rollout.trajectory.turns import ABORTED, MAX_TURNS, add_times, gone_on, turn_of
 
 
 class Trajectory:
@@ -211,6 +211,8 @@ class Trajectory:
             return End("env_done")
         if len(self._turns) == self._budget.max_turns:
             return End("max_turns")
+        if len(self._turns) >= MAX_TURNS:
+            return End("length", Truncation(limit="max_turns", value=MAX_TURNS))
         return self.append(answer)
 
     def to_record(

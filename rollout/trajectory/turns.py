@@ -7,6 +7,8 @@ from protocols.fields import Times, Turn
 
 ABORTED = ("abort_client", "abort_weight_update")
 """Reasons of a turn that can go on where it was broken off."""
+MAX_TURNS = 8192
+"""Of a trajectory: an environment that never says `done` would make a record whose header nobody takes."""
 
 
 def turn_of(completion: Completion, times: Times, *, index: int, start: int, limit: int | None) -> Turn:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from engine.request import Completion, Failure, Request, SamplingParams
 from engine.request import Times as EngineTimes
+from protocols.codec import decode_reply, encode
 from protocols.errors import Internal
 from protocols.fields import (
     SOURCE_GLUE,
@@ -20,15 +21,18 @@ from protocols.fields import (
     SOURCE_PROMPT,
     SOURCE_SAMPLED,
     STATUS_OF,
+    Limits,
     Record,
     Times,
     Truncation,
     Turn,
 )
+from protocols.replies import TrajectoryDone
 from rollout.environments.answer import Answer, End
 from rollout.environments.base import Rewards
 from rollout.trajectory.segments import MAX_SEGMENTS
 from rollout.trajectory.trajectory import Trajectory
+from rollout.trajectory.turns import MAX_TURNS
 from tests.rollout.build import EOS, MODEL, group, ids, spec
 from tests.rollout.stub_engine import completed, refused
 
@@ -285,6 +289,29 @@ def test_the_last_turn_allowed_is_answered_and_nothing_follows_it() -> None:
     assert t.answer(Answer(observation=ids(30), reward=1.0), fixed_turns=False) == End("max_turns")
     assert t.length == 4
     assert turns(t)[0].reward == 1.0
+
+
+@pytest.mark.parametrize("max_turns", [None, 10**6])
+def test_an_episode_without_an_end_ends_while_its_record_can_be_read(
+    max_turns: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each turn takes its place in the header, however many a client allows."""
+    monkeypatch.setattr("rollout.trajectory.trajectory.MAX_TURNS", 2)
+    t = trajectory(budget={"max_turns": max_turns})
+    assert turn(t, (20,)) is None
+    assert t.answer(Answer(reward=1 / 3), fixed_turns=False) is None
+    assert turn(t, (20,)) is None
+    end = t.answer(Answer(reward=1 / 3), fixed_turns=False)
+    assert end == End("length", Truncation(limit="max_turns", value=2))
+    made = record(t, end)
+    (segment,) = made.segments
+    large = segment.turns[-1].model_copy(update={"stop": "x" * 512})
+    longest = segment.model_copy(update={"turns": (large,) * MAX_TURNS})
+    made = made.model_copy(update={"segments": (longest,)})
+    frames = [memoryview(bytes(frame)) for frame in encode(TrajectoryDone(id="1", record=made))]
+    sent = decode_reply(frames, Limits())
+    assert isinstance(sent, TrajectoryDone)
+    assert len(sent.record.segments[0].turns) == MAX_TURNS
 
 
 def test_done_on_the_last_turn_allowed_is_done() -> None:
