@@ -92,8 +92,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> IntArray:
         """int32[n]. The text is data: an added token (`<|im_end|>`, `<think>`) in it is spelled out, never produced."""
-        ids = self._plain.encode(text, add_special_tokens=False).ids
-        return np.array(ids, np.int32)
+        return np.array(self._encoded(text).ids, np.int32)
 
     def encode_pieces(self, pieces: Sequence[Piece]) -> Encoded:
         """The pieces as one text: where none but frames spell an added token, its ids are the ordinary encoding's.
@@ -102,7 +101,16 @@ class Tokenizer:
         piece's end does not show in the ids.
         """
         texts = [self._spelled.sub(self._hide, piece.text) if piece.frame else piece.text for piece in pieces]
-        return Encoded(self._plain.encode("".join(texts), add_special_tokens=False), texts)
+        return Encoded(self._encoded("".join(texts)), texts)
+
+    def _encoded(self, text: str) -> Any:
+        try:
+            return self._plain.encode(text, add_special_tokens=False)
+        except TypeError:
+            lone = next((character for character in text if "\ud800" <= character <= "\udfff"), None)
+            if lone is None:
+                raise
+            raise ValueError(f"no text can be encoded that holds a lone surrogate, {lone!a}") from None
 
     def _hide(self, spelled: re.Match[str]) -> str:
         return self._hidden[spelled[0]]

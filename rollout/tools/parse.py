@@ -143,7 +143,8 @@ def _call(value: Any) -> Call | BadCall:
         arguments = {}
     if not isinstance(arguments, dict):
         return BadCall(f'"arguments" of {name} must be a JSON object, not {_shown(json.dumps(arguments))}')
-    return Call(name, arguments)
+    # It goes back to the model in messages, where a lone surrogate, which JSON may spell, is no text.
+    return Call(name.encode(errors="replace").decode(), arguments)
 
 
 def _cut(body: str) -> BadCall:

@@ -64,6 +64,8 @@ def check_function(function: Callable[..., Any]) -> None:
     """Raises ValueError, naming it, where it cannot be called with named arguments."""
     if not callable(function):
         raise ValueError(f"{str(function)[:64]!r} is no function")
+    if inspect.isasyncgenfunction(function):
+        raise ValueError(f"{_name(function)}: an async generator has no result: return a list of what it yields")
     try:
         _model(function)
     except (PydanticUserError, NameError, TypeError) as error:

@@ -112,6 +112,15 @@ def test_ordinary_text_is_encoded_as_ever() -> None:
         assert BYTE_LEVEL_OURS.encode(text).tolist() == BYTE_LEVEL.encode(text, add_special_tokens=False).ids
 
 
+def test_what_is_no_text_is_refused_by_name() -> None:
+    """As bytes become that are decoded with `surrogateescape`."""
+    text = b"caf\xff".decode(errors="surrogateescape")
+    with pytest.raises(ValueError, match=r"lone surrogate, '\\udcff'"):
+        BYTE_LEVEL_OURS.encode(text)
+    with pytest.raises(ValueError, match=r"lone surrogate, '\\udcff'"):
+        BYTE_LEVEL_OURS.encode_pieces([Piece(text)])
+
+
 def test_added_white_space_is_text_and_keeps_its_id() -> None:
     text = "x" + " " * 8 + "y"
     assert BYTE_LEVEL_OURS.encode(text).tolist() == BYTE_LEVEL.encode(text, add_special_tokens=False).ids

@@ -103,6 +103,11 @@ def test_reasoning_and_content_are_told_apart() -> None:
     assert (said.reasoning, said.content) == ("why", "because")
 
 
+def test_a_name_is_text_whatever_json_can_spell() -> None:
+    (call,) = read('<tool_call>{"name": "look\\ud800up", "arguments": {}}</tool_call>').calls
+    assert call == Call("look?up", {})
+
+
 # What is no call.
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -108,6 +108,16 @@ def test_functions_that_cannot_be_called_by_name_are_refused() -> None:
     for function, name in ((many, "values"), (only_placed, "a"), (open_ended, "rest")):
         with pytest.raises(ValueError, match=name):
             Tool.of(function)
+
+
+def test_an_async_generator_is_no_tool() -> None:
+    """The model would read where it lies in memory."""
+
+    async def several(count: int) -> AsyncIterator[int]:
+        yield count
+
+    with pytest.raises(ValueError, match="several: an async generator"):
+        Tool.of(several)
 
 
 def test_a_hint_that_does_not_exist_is_refused() -> None:
