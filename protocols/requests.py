@@ -108,7 +108,7 @@ class Continue(RequestMessage):
     done: bool = False
     turn_reward: Reward | None = None
     reward: Reward | None = None
-    rewards: dict[str, Reward] = Field(default_factory=dict, max_length=256)
+    rewards: dict[Name, Reward] = Field(default_factory=dict, max_length=256)
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

@@ -69,6 +69,14 @@ def test_the_reward_of_the_trajectory_comes_with_its_end(final: dict[str, Any]) 
     Continue(id="1", **answer, turn_reward=1.0)
 
 
+@pytest.mark.parametrize("name", ["", "a" * 257])
+def test_a_reward_has_a_name_that_a_record_takes(name: str) -> None:
+    """Else the trajectory would fail with its answer taken."""
+    answer = {"trajectory_id": "t", "turn": 0, "expected_len": 3, "done": True}
+    assert (refused_field(Continue, **answer, rewards={name: 1.0}) or "").startswith("rewards.")
+    Continue(id="1", **answer, rewards={"a" * 256: 1.0})
+
+
 def test_a_drain_has_a_timeout() -> None:
     update = {"update_id": "u", "version": 1}
     assert refused_field(CommitWeightsRequest, **update) == "drain_timeout_s"
