@@ -57,6 +57,7 @@ class Batches:
         for member in new:
             self._add(member)
         for group, member in resumed:
+            member.group.goes_on(member, group)
             member.group = group
             self._add(member)
         if new or resumed:

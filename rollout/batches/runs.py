@@ -287,7 +287,7 @@ class Runs:
             count.open -= 1
             count.owed -= 1
         group.kept += 1
-        batch.kept.append(member.id)
+        batch.kept[member.id] = None
         record = self._so_far(member)
         batch.was_cut(record)
         self._observer.trajectory_ended(batch.round, record, self.version())

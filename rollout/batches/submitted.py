@@ -76,7 +76,7 @@ class Batch:
     groups: dict[str, SubmittedGroup] = field(default_factory=dict)
     count: Count = field(default_factory=Count)
     complete: int = 0
-    kept: list[str] = field(default_factory=list)
+    kept: dict[str, None] = field(default_factory=dict)
     cut: int = 0
     cut_tokens: int = 0
 
@@ -165,6 +165,12 @@ class SubmittedGroup:
         # What an earlier batch had enough of is left over, and no reason to end this one.
         self.batch.complete += self.spec.counted < self.needed
         return True
+
+    def goes_on(self, member: Member, group: SubmittedGroup) -> None:
+        """One that was kept is resumed in `group`, which may be this one."""
+        self.kept -= 1
+        self.size -= group is self
+        self.batch.kept.pop(member.id, None)
 
     def done(self) -> Event:
         batch = self.batch

@@ -286,6 +286,22 @@ def test_what_was_cut_in_a_turn_goes_on_and_is_as_if_it_had_not_been(surplus: st
         eventually(lambda: untouched(thread))
 
 
+def test_what_goes_on_in_the_batch_that_had_enough_is_counted_once() -> None:
+    """It is kept again at once; its group has as many samples, and as many of them kept, as before."""
+    with worker(Named(0.05)) as thread, RawClient(thread.address) as client:
+        client.hello()
+        slow = raw_group("slow", n=2, max_tokens=100)
+        submit(client, raw_group("quick"), slow, groups_needed=1)
+        assert client.event("batch_done")["kept"] == ["slow.0", "slow.1"]
+        assert client.call("submit", batch_id="b", groups=[], resume=["slow.0"], groups_needed=1)["type"] == "accepted"
+        assert client.event("batch_done")["kept"] == ["slow.1", "slow.0"]
+        groups = [client.event("group_done") for _ in range(3)]
+        assert [(done["group_id"], done["kept"]) for done in groups] == [("quick", 0), ("slow", 2), ("slow", 2)]
+        client.call("cancel", trajectory_ids=["slow.0", "slow.1"])
+        client.send("ack", trajectory_ids=["quick.0"])
+        eventually(lambda: untouched(thread))
+
+
 def test_budgets_go_on_too() -> None:
     with pair(Named(0.01)) as (thread, client):
         budget: dict[str, Any] = {"max_total_tokens": 63, "script": [[5, 6]] * 3}
