@@ -24,6 +24,7 @@ from protocols.requests import SubmitBatch
 from rollout.batches.submitted import INDEX_STRIDE
 from rollout.client import RolloutClient, Trajectory, TurnDone
 from rollout.environments.base import Environment, Step, TurnResult
+from rollout.metrics.observer import Observer, Round
 from rollout.service.service import Service, Timeouts
 from tests.rollout.batches.test_batches import submit, untouched
 from tests.rollout.raw_client import RawClient
@@ -172,8 +173,19 @@ def test_what_is_not_needed_comes_back_as_it_is_and_everything_is_said() -> None
         eventually(lambda: untouched(served))
 
 
+class Told(Observer):
+    """Trajectories by how they were told to have ended."""
+
+    def __init__(self) -> None:
+        self.ended: dict[str, str] = {}
+
+    def trajectory_ended(self, batch: Round, record: Record, version: int) -> None:  # noqa: ARG002
+        self.ended[record.trajectory_id] = record.finish_reason
+
+
 def test_what_is_kept_has_no_record_and_batch_done_names_it() -> None:
-    with worker(Named(0.05)) as served, RawClient(served.address) as client:
+    told = Told()
+    with worker(Named(0.05), observer=told) as served, RawClient(served.address) as client:
         client.hello()
         mixed = raw_group("g", n=3, max_tokens=100) | {"trajectory_ids": ["a", "b", "slow"]}
         submit(client, mixed, min_complete=2)
@@ -182,6 +194,7 @@ def test_what_is_kept_has_no_record_and_batch_done_names_it() -> None:
         assert (done["complete"], done["short"], done["kept"], done["counts"]) == (True, False, 1, {"truncated": 2})
         done = client.event("batch_done")
         assert (done["kept"], done["cut"]) == (["slow"], 1)
+        assert told.ended == {"a": "length", "b": "length", "slow": "abort_surplus"}
         admission = served.service.runs.admission
         assert (admission.kept, admission.running) == (1, 0)
         assert 0 < admission.kept_bytes < 10_000

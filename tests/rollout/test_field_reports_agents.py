@@ -252,6 +252,31 @@ def test_59_results_are_in_the_order_of_the_calls(name: str) -> None:
         assert time.monotonic() - started < 10
 
 
+def test_59_the_calls_of_a_turn_run_at_once() -> None:
+    """Each of three waits for the other two."""
+    there: list[str] = []
+    all_there = asyncio.Event()
+
+    async def meet(say: str) -> str:
+        """Wait for the others.
+
+        Args:
+            say: what to answer
+        """
+        there.append(say)
+        if len(there) == 3:
+            all_there.set()
+        await all_there.wait()
+        return say
+
+    class Meeting(ToolEnvironment):
+        tools = (meet,)
+        deadline_s = 10.0
+
+    record = run(play(Meeting, "".join(call("meet", say=say) for say in "abc"), "ok"))
+    assert results(record) == ["a", "b", "c"]
+
+
 def test_59_a_call_cut_by_length_never_runs(tmp_path: Path) -> None:
     whole = call("note", path=str(tmp_path / "ran"))
     for end in (len(whole), len(whole) - 3, len(whole) - 14, 20):
