@@ -1,7 +1,8 @@
 """How the decode rows of a step are cut into tiles, so that no row makes the others wait.
 
-Rows in a row, as long as they are, are cut into streams of the same number of tokens: each has one program for every
-KV head, all of them run at once, and end together. The cut is made on the host, once a step, and shared by all layers.
+Rows, one behind the other, are cut into streams of the same number of tokens: each has one program for every KV head,
+all of them run at once, and end together. The cut is made on the host, shared by all layers, and kept from step to step
+while it stays the same (`engine.attention.tables.Layout`).
 It depends on lengths only; its arrays have a fixed size per batch size, so that a captured graph reads them at fixed
 addresses. What several rows share (`Runs`) is cut like a row of its own.
 """
