@@ -113,7 +113,7 @@ class Host:
             returned, payload = False, report(outcome.error)
         intact = _standard_streams()
         # Where objects are kept, children may be theirs.
-        spoiled = not self._kept and (bool(children()) or not intact)
+        spoiled = not intact or (not self._kept and bool(children()))
         self._reply(run.number, returned, payload, spoiled=spoiled)
 
     def _reply(self, number: int, returned: bool, payload: bytes, *, spoiled: bool = False) -> None:

@@ -117,7 +117,10 @@ class Pool:
                     raise
 
     def release(self, process: Process) -> None:
+        """Spoiled, it is killed when nobody uses it any more."""
         self._stock.put_back(process)
+        if process.load == 0:
+            _kill_spoiled(process)
 
     def share(self, value: Any) -> Shared:
         """The same value is kept once. It lives as long as the pool."""
@@ -183,8 +186,7 @@ class Pool:
         if not got.done() or got.cancelled() or got.exception() is not None:
             return
         process = got.result()
-        if process.spoiled:
-            process.kill("killed, since a call left processes behind, or standard streams closed")
+        _kill_spoiled(process)
         self._line.give_back(place.owner)
         self._stock.put_back(process)
         self._serve()
@@ -196,7 +198,14 @@ class Pool:
         if (process := self._stock.idle() or self._stock.start()) is not None:
             return process
         alive = (process for process in self._stock.alive if not process.died.done())
-        return min(alive, key=lambda process: (process.load - process.closing, process.load), default=None)
+        return min(
+            alive, key=lambda process: (process.spoiled, process.load - process.closing, process.load), default=None
+        )
 
     def _over(self) -> NoProcess:
         return NoProcess(f"{self._name}: there are no more processes")
+
+
+def _kill_spoiled(process: Process) -> None:
+    if process.spoiled:
+        process.kill("killed, since a call left processes behind, or standard streams closed")

@@ -85,6 +85,12 @@ def go_wrong(what: str) -> Any:
             return Step(observation=[10**6])
         case "own class":
             return foreign.Own()
+        case "close descriptors":
+            os.closerange(0, 3)
+            return Step(observation=[30])
+        case "close stdout":
+            sys.stdout.close()
+            return Step(observation=[30], done=True)
     raise AssertionError(what)
 
 

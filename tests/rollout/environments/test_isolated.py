@@ -364,3 +364,22 @@ def test_who_comes_while_another_closes_shares_with_that_one_and_not_with_one_at
         await soon(lambda: (first.load, first.closing, second.load, second.closing) == (0, 0, 0, 0))
 
     with_registry(main, processes=2)
+
+
+@pytest.mark.parametrize("what", ["close descriptors", "close stdout"])
+def test_who_closes_the_standard_streams_leaves_that_to_nobody_who_comes_later(what: str) -> None:
+    async def main(registry: Registry) -> None:
+        closes, beside = guard(registry, "Odd"), guard(registry, "Odd")
+        for opened, plan in ((closes, {"stage": "step", "what": what}), (beside, {})):
+            assert not isinstance(await opened.open(about(**plan), ()), End)
+        assert isinstance(await closes.step(TURN, ()), Answer)
+        (process,) = registry._pool.processes
+        await closes.close()
+        assert not process.died.done(), "another is still in it"
+        await beside.close()
+        for _ in range(2):
+            assert isinstance(await play(guard(registry, "Odd"), about()), Rewards)
+        assert process not in registry._pool.processes
+        assert registry.stats["process_deaths_total"] == 1
+
+    with_registry(main)
