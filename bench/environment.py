@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 
 from bench.workloads import Job, Turn
 from protocols import fields
@@ -14,20 +15,20 @@ PLUGIN = f"{NAME}=bench.environment:ForcedTurns"
 """For `--env` of a worker."""
 
 
-def forced(job: Job, wait: float) -> fields.Environment:
-    """What a submit names to have `job` played. wait: mean seconds before an answer."""
-    turns = [[turn.appended, turn.sampled] for turn in job.turns]
-    return fields.Environment(name=NAME, config={"turns": turns, "seed": job.seed, "wait": wait})
+def forced(group: Sequence[Job], wait: float) -> fields.Environment:
+    """What a submit names to have a group's jobs played. wait: mean seconds before an answer."""
+    turns = [[[turn.appended, turn.sampled] for turn in job.turns] for job in group]
+    return fields.Environment(name=NAME, config={"turns": turns, "seed": group[0].seed, "wait": wait})
 
 
 class ForcedTurns(Environment):
-    """config: `turns`, [appended, sampled] of each; `seed`, the job's; `wait`, mean seconds before an answer."""
+    """config: `turns`, every sample's [appended, sampled]; `seed`, the group's; `wait`, mean seconds before an answer."""
 
     on_length = "continue"
     fixed_turns = True
 
     async def reset(self, context: Context) -> None:
-        turns = tuple(Turn(*turn) for turn in context.config["turns"])
+        turns = tuple(Turn(*turn) for turn in context.config["turns"][context.sample_index])
         self._job = Job(0, context.sample_index, turns, context.config["seed"])
         self._vocab_size = context.vocab_size
         self._wait = context.config["wait"]

@@ -14,7 +14,8 @@ import asyncio
 import gc
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from itertools import groupby
 from typing import Any
 
 from bench.engine import engine_config, kv_bytes
@@ -63,7 +64,8 @@ class WorkerDriver:
     async def _run(self, workload: Workload, seed: int) -> Run:
         vocab_size = (await self._client.connect()).model.vocab_size
         found = {_name(workload, seed, job): job for job in jobs(workload, seed)}
-        groups = [self._group(workload, seed, job, vocab_size) for job in found.values() if job.sample == 0]
+        siblings = [list(group) for _, group in groupby(found.values(), key=lambda job: job.group)]
+        groups = [self._group(workload, seed, each, vocab_size) for each in siblings]
         before = (await self._client.status()).engine
         gc.collect()
         start = time.perf_counter()
@@ -72,16 +74,17 @@ class WorkerDriver:
         lengths_ok = len(ended) == len(found) and all(_lengths_ok(t, found[t.trajectory_id]) for t in ended)
         return Run(wall, lengths_ok, grown(before, (await self._client.status()).engine))
 
-    def _group(self, workload: Workload, seed: int, job: Job, vocab_size: int) -> Group:
+    def _group(self, workload: Workload, seed: int, siblings: list[Job], vocab_size: int) -> Group:
+        job = siblings[0]
         environment = Environment()
         if len(job.turns) > 1 and self._remote:
             environment = Environment(name="remote")
         elif len(job.turns) > 1:
-            environment = forced(job, self._wait)
+            environment = forced(siblings, self._wait)
         return self._client.group(
             job.appended(0, vocab_size),
             workload.samples,
-            trajectory_ids=[_name(workload, seed, replace(job, sample=sample)) for sample in range(workload.samples)],
+            trajectory_ids=[_name(workload, seed, sibling) for sibling in siblings],
             max_tokens=job.turns[0].sampled,
             temperature=workload.temperature,
             top_k=workload.top_k,

@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 Ids = npt.NDArray[np.int32]
-SESSIONS = Path(__file__).with_name("code_localization.json")
+SESSIONS = Path(__file__).parent
+"""Where the files of lengths are, <workload>.json each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,8 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """groups: the turns of each group's trajectories, alike for its `samples`.
+    """groups: the turns of each group's trajectories, alike for its `samples` but where these end their turns `apart`:
+    then each samples, from its second turn on, what the sample before it does a turn later.
 
     short: a second, smaller number of sampled tokens; the time per token is the difference of the two. 0 where there
     is none (several turns). decode_only: tokens/s are those of decode, the prompts' time is taken out.
@@ -40,6 +42,7 @@ class Workload:
     name: str
     groups: tuple[tuple[Turn, ...], ...]
     samples: int = 1
+    apart: bool = False
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -69,6 +72,15 @@ class Workload:
     def mean_context(self) -> float:
         """Tokens of KV that all rows of a decode step read together, mean over the steps between the two lengths."""
         return self.samples * sum(turn.appended + (self.short + turn.sampled) / 2 for (turn,) in self.groups)
+
+    def turns(self, group: int, sample: int) -> tuple[Turn, ...]:
+        """Of one trajectory. The first turn is the group's, as one submit has it; sums are the group's too."""
+        first, *later = self.groups[group]
+        if not self.apart or not later:
+            return self.groups[group]
+        ahead = sample % len(later)
+        lengths = [turn.sampled for turn in later[ahead:] + later[:ahead]]
+        return (first, *(Turn(turn.appended, sampled) for turn, sampled in zip(later, lengths, strict=True)))
 
     def cut(self, sampled: int) -> Workload:
         """The same with `sampled` tokens a turn."""
@@ -111,15 +123,11 @@ def _grpo() -> Workload:
     return Workload("grpo", 64 * (turns,), samples=8, temperature=1.0, prefix_cache=True)
 
 
-def _code_localization() -> Workload:
-    sessions = json.loads(SESSIONS.read_text())["sessions"]
-    return Workload(
-        "code_localization",
-        tuple(tuple(_turns(session)) for session in sessions),
-        samples=8,
-        temperature=1.0,
-        prefix_cache=True,
-    )
+def _sessions(name: str, apart: bool = False) -> Workload:
+    """Recorded sessions of agents, eight samples of each."""
+    sessions = json.loads((SESSIONS / f"{name}.json").read_text())["sessions"]
+    groups = tuple(tuple(_turns(session)) for session in sessions)
+    return Workload(name, groups, samples=8, apart=apart, temperature=1.0, prefix_cache=True)
 
 
 def _turns(session: list[tuple[int, int]]) -> Iterator[Turn]:
@@ -132,8 +140,8 @@ def _turns(session: list[tuple[int, int]]) -> Iterator[Turn]:
 
 @cache
 def workloads() -> dict[str, Workload]:
-    """By name. F_t1 and G_t1 are F and G at temperature 1 (F' and G'), F_filtered is F under
-    the law that Qwen3 is recommended with."""
+    """By name. F_t1 and G_t1 are F and G at temperature 1 (F' and G'), F_filtered is F under the law that Qwen3 is
+    recommended with."""
     found = [
         _flat("A", 512, 128, 1, 16),
         _flat("B", 256, 128, 8, 16),
@@ -147,7 +155,8 @@ def workloads() -> dict[str, Workload]:
         replace(_flat("F_filtered", 512, 512, 64, 64, temperature=0.6), top_k=20, top_p=0.95),
         _tail(),
         _grpo(),
-        _code_localization(),
+        _sessions("code_localization"),
+        _sessions("tool_turns", apart=True),
     ]
     return {workload.name: workload for workload in found}
 
@@ -175,7 +184,7 @@ def jobs(workload: Workload, seed: int) -> list[Job]:
     """The trajectories of one run, in the order in which they are submitted. Two runs share no ids."""
     of_run = (crc32(workload.name.encode()) << 20) + seed
     return [
-        Job(group, sample, turns, (of_run << 12) + group)
-        for group, turns in enumerate(workload.groups)
+        Job(group, sample, workload.turns(group, sample), (of_run << 12) + group)
+        for group in range(len(workload.groups))
         for sample in range(workload.samples)
     ]

@@ -83,7 +83,7 @@ def test_the_peers_rows_say_where_they_come_from() -> None:
     assert not left_out
     (comparison,) = comparisons(shown)
     assert (comparison.device, comparison.model, comparison.peers) == (GPU, "qwen3-4b", ["vllm-0.26.0"])
-    assert set(comparison.workloads) == workloads().keys() - {"tail", "F_filtered"}
+    assert set(comparison.workloads) == workloads().keys() - {"tail", "F_filtered", "tool_turns"}
     reads = Reads.of(parse_model_config(SHAPES["qwen3-4b"]), 2)
     for each in shown:
         assert each["measured"] == "elsewhere"

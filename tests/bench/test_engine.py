@@ -32,7 +32,7 @@ def engine(tiny: Path) -> Engine:
 def test_files_of_flat_and_of_agentic_workloads(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BENCH_COMMIT", "abc")
     monkeypatch.setenv("BENCH_CLEAN", "1")
-    names = ["B", "F_t1", "tail", "grpo", "code_localization"]
+    names = ["B", "F_t1", "tail", "grpo", "code_localization", "tool_turns"]
     options = ["--shrink", "512", "--runs", "1", "--max-step-tokens", "256", "--json-dir", str(tmp_path)]
     main(["--weights", str(tiny), "--workload", *names, *options])
     results = {r["workload"]: r for r in (json.loads(f.read_text()) for f in (tmp_path / "rollout-worker").iterdir())}
@@ -62,6 +62,7 @@ def test_files_of_flat_and_of_agentic_workloads(tiny: Path, tmp_path: Path, monk
         ("tail", flat),
         ("grpo", agents),
         ("code_localization", agents),
+        ("tool_turns", agents),
     ):
         assert results[f"{name}_div512"]["metrics"].keys() == expected
     for name, result in results.items():

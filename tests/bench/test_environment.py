@@ -37,9 +37,10 @@ async def never(_: TurnResult) -> Any:
 
 @pytest.mark.parametrize("wait", [0.0, 0.001])
 def test_it_says_what_the_job_says_one_turn_at_a_time(wait: float) -> None:
-    workload = Workload("w", ((Turn(4, 3), Turn(5, 6), Turn(7, 8)),), samples=2)
-    job = jobs(workload, 3)[1]
-    context = Context("t", "g", 1, 0, np.zeros(4, np.int32), VOCAB, 64, never, config=forced(job, wait).config)
+    workload = Workload("w", ((Turn(4, 3), Turn(5, 6), Turn(7, 8)),), samples=2, apart=True)
+    group = jobs(workload, 3)
+    job = group[1]
+    context = Context("t", "g", 1, 0, np.zeros(4, np.int32), VOCAB, 64, never, config=forced(group, wait).config)
 
     async def play() -> None:
         environment = ForcedTurns()
@@ -57,5 +58,5 @@ def test_it_says_what_the_job_says_one_turn_at_a_time(wait: float) -> None:
 def test_a_worker_finds_it_by_its_name() -> None:
     name, _, target = PLUGIN.partition("=")
     module, _, attribute = target.partition(":")
-    assert name == forced(jobs(Workload("w", ((Turn(4, 3),),)), 0)[0], 0.0).name
+    assert name == forced(jobs(Workload("w", ((Turn(4, 3),),)), 0), 0.0).name
     assert getattr(importlib.import_module(module), attribute) is ForcedTurns

@@ -59,6 +59,7 @@ def test_provenance_names_commits_and_versions_once() -> None:
         ("tail", "944 and 16304 / 128 / 64"),
         ("grpo", "64 groups x 8, 3 turns, T=1"),
         ("code_localization", "16 groups x 8, 4-8 turns, T=1"),
+        ("tool_turns", "16 groups x 8, 2-10 turns, T=1"),
     ],
 )
 def test_workloads_are_described(name: str, expected: str) -> None:

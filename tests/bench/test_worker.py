@@ -18,7 +18,7 @@ from rollout.client import AsyncRolloutClient
 from rollout.local import local_worker
 
 FLAT = Workload("flat", 3 * ((Turn(9, 4),),), temperature=1.0, short=2)
-AGENTS = Workload("agents", ((Turn(20, 5), Turn(3, 6), Turn(2, 4)), (Turn(8, 3), Turn(4, 2))), samples=2)
+AGENTS = Workload("agents", ((Turn(20, 5), Turn(3, 6), Turn(2, 4)), (Turn(8, 3), Turn(4, 2))), samples=2, apart=True)
 
 
 @pytest.fixture(scope="module")

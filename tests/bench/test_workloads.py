@@ -50,6 +50,19 @@ def test_code_localization_counts_what_the_peer_counted() -> None:
     assert work.longest == 23_716
 
 
+def test_tool_turns_are_short_and_those_of_siblings_end_apart() -> None:
+    work = workloads()["tool_turns"]
+    assert (work.concurrency, work.temperature, work.prefix_cache) == (128, 1.0, True)
+    assert (work.sampled_tokens, work.longest) == (8 * 2502, 5099)
+    assert sum(map(len, work.groups)) == 95
+    first, second = jobs(work, 0)[:2]
+    assert [turn.appended for turn in first.turns] == [turn.appended for turn in second.turns]
+    sampled = [turn.sampled for turn in first.turns]
+    assert sampled == [19, 20, 27, 19, 29, 22, 18, 27, 19, 33]
+    assert [turn.sampled for turn in second.turns] == [19, 27, 19, 29, 22, 18, 27, 19, 33, 20]
+    assert sum(turn.sampled for job in jobs(work, 0) for turn in job.turns) == work.sampled_tokens
+
+
 def test_the_tail_is_one_long_row_among_short_ones_in_the_steps_that_are_timed() -> None:
     tail = workloads()["tail"]
     middles = [turn.appended + (tail.short + turn.sampled) / 2 for (turn,) in tail.groups]
@@ -75,7 +88,7 @@ def test_runs_and_workloads_share_no_prompt_but_a_run_can_be_repeated() -> None:
     # All prompts are at least two blocks long: one block in common would be a prefix hit.
     starts: set[bytes] = set()
     count = 0
-    for name in ("A", "D", "F", "grpo", "code_localization"):
+    for name in ("A", "D", "F", "grpo", "code_localization", "tool_turns"):
         for seed in (0, 1, 10):
             prompts = [job.appended(0, VOCAB) for job in jobs(workloads()[name], seed) if job.sample == 0]
             starts |= {prompt[:16].tobytes() for prompt in prompts}
