@@ -22,7 +22,7 @@ def forced(group: Sequence[Job], wait: float) -> fields.Environment:
 
 
 class ForcedTurns(Environment):
-    """config: `turns`, every sample's [appended, sampled]; `seed`, the group's; `wait`, mean seconds before an answer."""
+    """config: `turns`, [appended, sampled] by sample; `seed`, the group's; `wait`, mean seconds before an answer."""
 
     on_length = "continue"
     fixed_turns = True
