@@ -80,7 +80,8 @@ def measure(
         if number == 0:
             lengths = [workload if workload.short else workload.first_turns()]
         passes = [drive(length, 100 * seed + 10 * number + i) for i, length in enumerate(lengths)]
-        print(f"  {workload.name} {number or 'warm-up'}: {'  '.join(f'{p.wall:.3f}' for p in passes)} s", flush=True)
+        walls = "  ".join(f"{p.wall:.3f}" for p in passes)
+        print(f"  {workload.name} {number or 'warm-up'}: {walls} s; {steps(passes[0].counters)}", flush=True)
         if number:
             done.append(passes)
     return {
@@ -184,6 +185,14 @@ def by_prefix_cache(works: list[Workload]) -> list[list[Workload]]:
     """Those without and those with a prefix cache: one engine each."""
     halves = [[work for work in works if work.prefix_cache == on] for on in (False, True)]
     return [half for half in halves if half]
+
+
+def steps(counters: Mapping[str, int]) -> str:
+    """What kinds of steps a run was made of, for the terminal."""
+    count, prompt, graph, padding = (
+        counters.get(f"{name}_total", 0) for name in ("steps", "prompt_steps", "graph_steps", "padding_rows")
+    )
+    return f"{count} steps, {prompt} with prompt tokens, {count - graph} eager; {padding} rows of padding"
 
 
 def grown(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, int]:

@@ -186,6 +186,7 @@ class Engine:
             self._start(sequence)
         self._flights.append((scheduled, self._runner.launch(scheduled.plan)))
         self._totals["steps_total"] += 1
+        self._totals["prompt_steps_total"] += bool(scheduled.chunks)
         for chunk in scheduled.chunks:
             chunk.sequence.computed_tokens += chunk.num_prompt
             self._totals["computed_prompt_tokens_total"] += chunk.num_prompt

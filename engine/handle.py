@@ -116,6 +116,7 @@ WeightsReport = Prepared | Committed | WeightsFailed
 class EngineStats:
     """Gauges of now and counters since start (the latter say so).
 
+    Of the steps launched, prompt_steps_total held prompt tokens, and graph_steps_total replayed captured graphs.
     kv_holds: trajectories between turns whose KV is held, in `blocks_held` blocks that nobody else uses (those are
     among `blocks_used`).
     """
@@ -129,6 +130,7 @@ class EngineStats:
     weight_version: int = 0
     paused: bool = False
     steps_total: int = 0
+    prompt_steps_total: int = 0
     sampled_tokens_total: int = 0
     prompt_tokens_total: int = 0
     computed_prompt_tokens_total: int = 0

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from bench.make_model import SHAPES
-from bench.measure import COPY_BANDWIDTH, Reads, Run, by_prefix_cache, grown, measure, model_name, table
+from bench.measure import COPY_BANDWIDTH, Reads, Run, by_prefix_cache, grown, measure, model_name, steps, table
 from bench.workloads import Turn, Workload, workloads
 from engine.model.config import parse_model_config
 
@@ -113,3 +113,8 @@ def test_engines_are_one_for_each_setting_of_the_prefix_cache() -> None:
 def test_counters_are_told_by_how_far_they_went() -> None:
     before = {"steps_total": 3.0, "running": 1.0, "blocks_total": 9.0}
     assert grown(before, {"steps_total": 8.0, "running": 0.0, "blocks_total": 9.0}) == {"steps_total": 5}
+
+
+def test_steps_are_told_by_kind() -> None:
+    counters = {"steps_total": 9, "prompt_steps_total": 4, "graph_steps_total": 6, "padding_rows_total": 12}
+    assert steps(counters) == "9 steps, 4 with prompt tokens, 3 eager; 12 rows of padding"

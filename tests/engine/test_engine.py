@@ -21,6 +21,7 @@ def test_the_last_token_of_the_last_request_needs_no_further_launch(make_host: M
     host.add(ask("a", 20, 3))
     assert [len(host.step()) for _ in range(4)] == [0, 0, 0, 1]
     assert len(host.runner.plans) == 3
+    assert (host.engine.stats().steps_total, host.engine.stats().prompt_steps_total) == (3, 1)
     assert not host.engine.has_work
     assert host.step() == []
     assert len(host.runner.plans) == 3
