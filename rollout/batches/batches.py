@@ -9,14 +9,13 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 
-from protocols.codec import fingerprint
 from protocols.errors import BadRequest, Duplicate, UnknownTrajectory
-from protocols.fields import Group, Record
+from protocols.fields import Group, Limits, Record
 from protocols.replies import Accepted
 from protocols.requests import Cancel, Continue, SubmitBatch
 from rollout.batches.record_size import echoed_bytes, largest_record
 from rollout.batches.runs import Runs
-from rollout.batches.submitted import Batch, Member, SubmittedGroup, Target
+from rollout.batches.submitted import Batch, Member, SubmittedGroup, Target, content_of
 from rollout.trajectory.state import state_bytes
 from rollout.wire.sessions import Session
 
@@ -26,9 +25,9 @@ log = logging.getLogger(__name__)
 class Batches:
     """results_dropped: records that nobody came back for."""
 
-    def __init__(self, runs: Runs, *, max_context: int) -> None:
+    def __init__(self, runs: Runs, *, limits: Limits) -> None:
         self._runs = runs
-        self._max_context = max_context
+        self._limits = limits
         self._orders = itertools.count()
         self.results_dropped = 0
 
@@ -42,14 +41,16 @@ class Batches:
         if batch.target != target:
             raise Duplicate("a batch of this id is open that was to end otherwise", field=batch.target.differs(target))
         partials = {record.trajectory_id: record for record in submit.partials}
+        now = time.monotonic()
         known: list[Member] = []
         new: list[Member] = []
         for i, spec in enumerate(submit.groups):
-            self._group_members(batch, spec, i, partials, known, new)
+            self._group_members(batch, spec, i, now, partials, known, new)
         resumed = self._resumed(batch, submit, known, new)
-        groups = {*batch.groups, *(spec.id for spec in submit.groups), *(group.spec.id for group, _ in resumed)}
-        if target.groups_needed is not None and target.groups_needed > len(groups):
-            raise BadRequest(f"is more than the {len(groups)} groups there are", field="groups_needed")
+        if target.groups_needed is not None:
+            groups = {*batch.groups, *(spec.id for spec in submit.groups), *(group.spec.id for group, _ in resumed)}
+            if target.groups_needed > len(groups):
+                raise BadRequest(f"is more than the {len(groups)} groups there are", field="groups_needed")
         self._runs.admission.check(len(new) + len(resumed))
         batch.submit_id = submit.id
         for member in known:
@@ -77,27 +78,23 @@ class Batches:
         batch: Batch,
         spec: Group,
         i: int,
+        now: float,
         partials: dict[str, Record],
         known: list[Member],
         new: list[Member],
     ) -> None:
         """Sort the trajectories of one submitted group into those that are there already and new ones."""
         session = batch.session
-        law = spec.sampling.model_copy(update={"seed": None})
-        same: dict[str, object] = {"trajectory_ids": (), "sample_indices": None, "counted": 0, "sampling": law}
-        if spec.messages is not None:
-            same["prompt"] = spec.prompt[:0]  # a template may print the date, and a repeat come after midnight
-        content = fingerprint(spec.model_copy(update=same))
         group = batch.groups.get(spec.id)
-        if group is not None and (group.content != content or spec.sampling.seed not in (None, group.seed)):
+        if group is None:
+            group = self._group(batch, spec, i, now)
+        elif spec.sampling.seed not in (None, group.seed) or group.content != content_of(spec):
             raise Duplicate("a group of this id and other content is open", field=f"groups[{i}].id")
-        group = group or self._group(batch, spec, content)
         indices = spec.sample_indices or range(len(spec.trajectory_ids))
         for j, (name, index) in enumerate(zip(spec.trajectory_ids, indices, strict=True)):
             member = session.trajectories.get(name)
             if member is None:
                 before = partials.get(name)
-                now = time.monotonic()
                 new.append(Member(name, group, index, index, next(self._orders), now, before=before))
             elif (member.group, member.asked_index) == (group, index):
                 known.append(member)
@@ -123,20 +120,24 @@ class Batches:
             if group is None:
                 spec = old.spec.model_copy(update={"counted": old.counted})
                 now = time.monotonic()
-                group = SubmittedGroup(batch, spec, old.content, old.seed, old.echoed, old.largest, now)
+                group = SubmittedGroup(batch, spec, old.seed, old.echoed, old.largest, now)
                 groups[old.spec.id] = group
-            if (group.content, group.seed) != (old.content, old.seed):
+            if group.seed != old.seed or group.content != old.content:
                 raise Duplicate(f"its group {old.spec.id!r} is in this batch with other content", field=f"resume[{i}]")
             resumed.append((group, member))
         # Deadlines are watched in the order of the queue.
         return sorted(resumed, key=lambda pair: -(pair[1].kept_s or 0.0))
 
-    def _group(self, batch: Batch, spec: Group, content: bytes) -> SubmittedGroup:
+    def _group(self, batch: Batch, spec: Group, i: int, now: float) -> SubmittedGroup:
+        """Raises BadRequest where a record of it could be larger than the limits."""
         seed = secrets.randbits(64) if spec.sampling.seed is None else spec.sampling.seed
-        largest = largest_record(spec, self._max_context)
+        limits, echoed = self._limits, echoed_bytes(spec)
+        largest = largest_record(spec, limits.max_context, echoed)
+        if largest > min(limits.result_bytes, limits.max_message):
+            raise _too_large(largest, limits, i)
         if batch.target.cuts:
-            largest += state_bytes(spec, self._max_context)
-        return SubmittedGroup(batch, spec, content, seed, echoed_bytes(spec), largest, time.monotonic())
+            largest += state_bytes(spec, limits.max_context)
+        return SubmittedGroup(batch, spec, seed, echoed, largest, now)
 
     def _add(self, member: Member) -> None:
         group, batch, session = member.group, member.batch, member.session
@@ -205,3 +206,12 @@ class Batches:
         found["unknown"] += len(batches - session.batches.keys())
         found["unknown"] += len(groups - {name for batch in session.batches.values() for name in batch.groups})
         return list(members)
+
+
+def _too_large(largest: int, limits: Limits, i: int) -> BadRequest:
+    limit = "result_bytes" if largest > limits.result_bytes else "max_message"
+    return BadRequest(
+        f"the largest possible record, {largest} bytes, exceeds {limit}, {getattr(limits, limit)}: "
+        "lower max_total_tokens or top_logprobs",
+        field=f"groups[{i}].budget.max_total_tokens",
+    )

@@ -19,6 +19,8 @@ from rollout.trajectory.turns import ABORTED
 
 def check_partials(submit: SubmitBatch, *, model: ModelInfo, resolve: Callable[[Environment], object]) -> None:
     """Raises BadRequest with the path of the first field that does not fit."""
+    if not submit.partials:
+        return
     homes = {
         name: (group, index)
         for group in submit.groups

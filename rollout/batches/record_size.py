@@ -16,17 +16,6 @@ TURN_BYTES = 512
 """Bytes of one turn in a header, generously."""
 TURN_TOKENS = 16
 """Tokens of an average turn, at least, where `max_turns` does not bound their number."""
-ARRAYS = (
-    "token_ids",
-    "source",
-    "logprobs",
-    "loss_mask",
-    "weight_versions",
-    "kv_versions",
-    "prompt_logprobs",
-    "top_ids",
-    "top_logprobs",
-)
 
 
 def longest(group: Group, max_context: int) -> int:
@@ -51,8 +40,11 @@ def may_branch(group: Group) -> bool:
     return group.messages is not None and group.template.may_branch
 
 
-def largest_record(group: Group, max_context: int) -> int:
-    """Bytes of the largest record that a sample of `group` can become. Named rewards are counted as a few."""
+def largest_record(group: Group, max_context: int, echoed: int) -> int:
+    """Bytes of the largest record that a sample of `group` can become. Named rewards are counted as a few.
+
+    echoed: `echoed_bytes` of the group.
+    """
     length, prompt = longest(group, max_context), len(group.prompt)
     segments = MAX_SEGMENTS if may_branch(group) else 1
     sampled = segments * max(0, length - prompt)
@@ -63,7 +55,7 @@ def largest_record(group: Group, max_context: int) -> int:
     return (
         RECORD_OVERHEAD
         + RUNS_BYTES * segments
-        + echoed_bytes(group)
+        + echoed
         + length * segments * per_token
         + prompt * 4 * group.sampling.prompt_logprobs
         + sampled * 8 * group.sampling.top_logprobs
@@ -75,9 +67,15 @@ def record_bytes(record: Record, echoed: int) -> int:
     """Bytes that a record occupies until it is acknowledged. echoed: `echoed_bytes` of its group."""
     arrays = 0
     for segment in record.segments:
-        values = [getattr(segment, name) for name in ARRAYS]
-        values += segment.more_logprobs.values()
-        arrays += sum(value.nbytes for value in values if value is not None) + TURN_BYTES * len(segment.turns)
+        arrays += segment.token_ids.nbytes + segment.source.nbytes + segment.logprobs.nbytes + segment.loss_mask.nbytes
+        arrays += segment.weight_versions.nbytes + segment.kv_versions.nbytes + TURN_BYTES * len(segment.turns)
+        for array in (
+            segment.prompt_logprobs,
+            segment.top_ids,
+            segment.top_logprobs,
+            *segment.more_logprobs.values(),
+        ):
+            arrays += 0 if array is None else array.nbytes
     if (partial := record.partial) is not None:
         arrays += 0 if partial.messages is None else partial.messages.nbytes
         arrays += 0 if partial.snapshot is None else len(msgpack.packb(partial.snapshot))

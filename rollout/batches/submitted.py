@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
+from protocols.codec import fingerprint
 from protocols.errors import StaleVersion
 from protocols.fields import Group, Record, Status, TrajectoryReason, Truncation
 from protocols.replies import BatchDone, GroupDone, TrajectoryDone, TurnDone
@@ -111,9 +112,18 @@ class Batch:
         return Event(self.key, lambda: message.model_copy(update={"id": self.submit_id}), settled=self.count.settled)
 
 
+def content_of(spec: Group) -> bytes:
+    """Fingerprint of everything but which samples are asked for, and the seed, which may be drawn."""
+    law = spec.sampling.model_copy(update={"seed": None})
+    same: dict[str, object] = {"trajectory_ids": (), "sample_indices": None, "counted": 0, "sampling": law}
+    if spec.messages is not None:
+        same["prompt"] = spec.prompt[:0]  # a template may print the date, and a repeat come after midnight
+    return fingerprint(spec.model_copy(update=same))
+
+
 @dataclass(slots=True, eq=False)
 class SubmittedGroup:
-    """content: fingerprint of everything but which samples were asked for. seed: drawn if none came.
+    """seed: drawn if none came.
 
     echoed: bytes of it that every record repeats. largest: bytes of the largest record that a sample can become.
     waiting: samples that have not started, in the order of their accept; deadline: of the first of them.
@@ -122,7 +132,6 @@ class SubmittedGroup:
 
     batch: Batch
     spec: Group
-    content: bytes
     seed: int
     echoed: int
     largest: int
@@ -133,10 +142,18 @@ class SubmittedGroup:
     complete: bool = False
     waiting: dict[Member, None] = field(default_factory=dict)
     deadline: asyncio.TimerHandle | None = None
+    _content: bytes | None = None
 
     @property
     def key(self) -> Key:
         return "group", self.batch.id, self.spec.id
+
+    @property
+    def content(self) -> bytes:
+        """`content_of` its spec. Most groups are submitted once, and nothing is ever compared with them."""
+        if self._content is None:
+            self._content = content_of(self.spec)
+        return self._content
 
     @property
     def seconds(self) -> float | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,6 @@ from protocols.errors import BadRequest, PromptTooLong
 from protocols.fields import Environment, Group, Limits, ModelInfo, Sampling
 from protocols.requests import Score, SubmitBatch
 from rollout.batches.partials import check_partials
-from rollout.batches.record_size import largest_record
 from rollout.environments.checks import outside_of
 
 CAPABILITIES = ("scripted", "remote", "plugins", "chat", "early_cut", "resume", "score", "drain", "abort")
@@ -25,9 +24,7 @@ def lacking(capability: str, field: str | None = None) -> BadRequest:
     return BadRequest(f"this worker lacks the capability {capability!r}; it has {', '.join(CAPABILITIES)}", field=field)
 
 
-def check_submit(
-    submit: SubmitBatch, *, model: ModelInfo, limits: Limits, resolve: Callable[[Environment], object]
-) -> None:
+def check_submit(submit: SubmitBatch, *, model: ModelInfo, resolve: Callable[[Environment], object]) -> None:
     """Raises BadRequest or PromptTooLong with the path of the first field that cannot be. resolve: see Registry."""
     partials = {record.trajectory_id for record in submit.partials}
     for i, group in enumerate(submit.groups):
@@ -35,7 +32,7 @@ def check_submit(
         if whole and (submit.min_complete or 0) > len(group.trajectory_ids) + group.counted:
             raise BadRequest(f"is more than the samples of groups[{i}]", field="min_complete")
         try:
-            _check_group(group, model, limits)
+            _check_group(group, model)
         except (BadRequest, PromptTooLong) as error:
             raise type(error)(error.message, field=f"groups[{i}].{error.field}") from None
     check_partials(submit, model=model, resolve=resolve)
@@ -62,7 +59,7 @@ def check_score(score: Score, *, model: ModelInfo, limits: Limits) -> None:
     _check_sampling(score.sampling, model)
 
 
-def _check_group(group: Group, model: ModelInfo, limits: Limits) -> None:
+def _check_group(group: Group, model: ModelInfo) -> None:
     length, source = len(group.prompt), "prompt" if group.messages is None else "messages"
     if length >= model.max_context:
         raise PromptTooLong(
@@ -77,19 +74,16 @@ def _check_group(group: Group, model: ModelInfo, limits: Limits) -> None:
         for name, ids in (("glue", turn.glue), ("observation", turn.observation)):
             if ids is not None:
                 _check_ids(ids, f"environment.script[{k}].{name}", model)
-    largest = largest_record(group, model.max_context)
-    for limit in ("result_bytes", "max_message"):
-        if largest > getattr(limits, limit):
-            raise BadRequest(
-                f"the largest possible record, {largest} bytes, exceeds {limit}, {getattr(limits, limit)}: "
-                "lower max_total_tokens or top_logprobs",
-                field="budget.max_total_tokens",
-            )
 
 
 def _check_sampling(sampling: Sampling, model: ModelInfo) -> None:
-    for field, ids in _ids_of(sampling):
-        _check_ids(ids, f"sampling.{field}", model)
+    for field, given in (
+        ("allowed_ids", sampling.allowed_ids),
+        ("bias_ids", sampling.bias_ids),
+        ("stop_ids", sampling.stop_ids),
+    ):
+        if given is not None and len(given):
+            _check_ids(np.asarray(given, np.int64), f"sampling.{field}", model)
     for field, good in (
         ("repetition_penalty", can_divide),
         ("presence_penalty", in_float32),
@@ -103,14 +97,6 @@ def _check_sampling(sampling: Sampling, model: ModelInfo) -> None:
         raise BadRequest("allows no id", field="sampling.allowed_ids")
     if sampling.bias_ids is not None and len(np.unique(sampling.bias_ids)) < len(sampling.bias_ids):
         raise BadRequest("names an id twice", field="sampling.bias_ids")
-
-
-def _ids_of(sampling: Sampling) -> Iterator[tuple[str, Ids]]:
-    if sampling.allowed_ids is not None:
-        yield "allowed_ids", sampling.allowed_ids
-    if sampling.bias_ids is not None:
-        yield "bias_ids", sampling.bias_ids
-    yield "stop_ids", np.array(sampling.stop_ids, np.int64)
 
 
 def _check_ids(ids: Ids, field: str, model: ModelInfo) -> None:

@@ -119,7 +119,7 @@ class Handlers:
 
     def _accept(self, connection: Connection, request: requests.SubmitBatch) -> None:
         service = self._service
-        check_submit(request, model=service.model, limits=service.limits, resolve=service.environments.resolve)
+        check_submit(request, model=service.model, resolve=service.environments.resolve)
         accepted = service.batches.accept(connection.session, request)
         service.reply(connection.peer, accepted)
         service.runs.admit()

@@ -132,7 +132,7 @@ class Service:
             version=lambda: self.weights.version,
             observer=observer,
         )
-        self.batches = Batches(self.runs, max_context=served.model.max_context)
+        self.batches = Batches(self.runs, limits=self.limits)
         self.scorer = Scorer(self.engine, served.model, self.limits)
         self.sessions = Sessions(self._send, limits=limits, client_timeout=timeouts.client, on_expired=self._expired)
         self._handlers = Handlers(self)

@@ -30,7 +30,7 @@ class Queue:
         self.order = 0
 
     def add(self, largest: int = 1, **fields: Any) -> Member:
-        group_ = SubmittedGroup(self.batch, group(**fields), b"", 0, 0, largest, 0.0)
+        group_ = SubmittedGroup(self.batch, group(**fields), 0, 0, largest, 0.0)
         member = Member(f"t{self.order}", group_, 0, 0, self.order, 0.0)
         self.order += 1
         self.admission.queue(member)

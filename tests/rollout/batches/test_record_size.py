@@ -10,7 +10,7 @@ import numpy as np
 from protocols.codec import encode
 from protocols.fields import Budget, Environment, Sampling, ScriptedTurn
 from protocols.replies import TrajectoryDone
-from rollout.batches.record_size import largest_record, longest
+from rollout.batches.record_size import echoed_bytes, largest_record, longest
 from rollout.service.service import Service
 from tests.rollout.batches.test_admission import group
 from tests.rollout.raw_client import RawClient
@@ -39,14 +39,18 @@ def test_the_longest_trajectory_of_a_script_is_counted_turn_by_turn() -> None:
 
 
 def test_what_a_group_asks_for_is_reserved_for() -> None:
-    plain = largest_record(group(), MAX_CONTEXT)
+    def largest(**fields: Any) -> int:
+        asked = group(**fields)
+        return largest_record(asked, MAX_CONTEXT, echoed_bytes(asked))
+
+    plain = largest()
     top = Sampling(max_tokens=10, top_logprobs=64)
-    assert largest_record(group(sampling=top), MAX_CONTEXT) == plain + 10 * 64 * 8
+    assert largest(sampling=top) == plain + 10 * 64 * 8
     modes = Sampling(max_tokens=10, logprobs=("raw", "processed", "temperature"))
-    assert largest_record(group(sampling=modes), MAX_CONTEXT) >= plain + 13 * 8
+    assert largest(sampling=modes) >= plain + 13 * 8
     allowed = Sampling(max_tokens=10, allowed_ids=np.zeros(5000, np.int32))
-    assert largest_record(group(sampling=allowed), MAX_CONTEXT) >= plain + 20_000
-    assert largest_record(group(metadata={"note": "x" * 3000}), MAX_CONTEXT) >= plain + 3000
+    assert largest(sampling=allowed) >= plain + 20_000
+    assert largest(metadata={"note": "x" * 3000}) >= plain + 3000
 
 
 def random_group(chance: random.Random, name: str) -> dict[str, Any]:

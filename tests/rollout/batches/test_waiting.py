@@ -21,7 +21,7 @@ def group(seconds: float | None) -> SubmittedGroup:
         sampling=Sampling(max_tokens=1),
         budget=Budget(trajectory_deadline_s=seconds),
     )
-    return SubmittedGroup(Batch(Session("s", "client"), "b", "submit", 0.0, 0), spec, b"", 0, 0, 0, time.monotonic())
+    return SubmittedGroup(Batch(Session("s", "client"), "b", "submit", 0.0, 0), spec, 0, 0, 0, time.monotonic())
 
 
 def member(group: SubmittedGroup, name: str, *, ago: float = 0.0) -> Member:
