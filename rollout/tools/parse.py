@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 THINK, THOUGHT = "<think>", "</think>"
 TAG = re.compile(f"{OPEN}|{THINK}|{THOUGHT}")
+PAIR = re.compile(f"{OPEN}|{CLOSE}")
 BETWEEN = re.compile(r"[\s,;]*")
 """What may stand between two calls in one pair of tags."""
 MOST = 128
@@ -33,10 +34,9 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class BadCall:
-    """What should have been a call. problem: for the model to read. cut: the turn ended inside of it."""
+    """What should have been a call. problem: for the model to read."""
 
     problem: str
-    cut: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def _block(text: str, at: int, complete: bool) -> tuple[list[Call | BadCall], in
         try:
             value, at = _DECODER.raw_decode(text, at)
         except (ValueError, RecursionError) as error:
-            return _broken(text, start, found, complete, error)
+            return _broken(text, start, at, found, complete, error)
         for item in value if isinstance(value, list) else [value]:
             found.append(_call(item))
         if len(found) > MOST:
@@ -112,29 +112,62 @@ def _block(text: str, at: int, complete: bool) -> tuple[list[Call | BadCall], in
 
 
 def _broken(
-    text: str, start: int, found: list[Call | BadCall], complete: bool, error: Exception
+    text: str, start: int, at: int, found: list[Call | BadCall], complete: bool, error: Exception
 ) -> tuple[list[Call | BadCall], int]:
-    """One error for a pair of tags, or what there is of it. It goes to the next tag at most: what is behind counts."""
-    close, following = text.find(CLOSE, start), text.find(OPEN, start)
-    if close >= 0 and (following < 0 or close < following):
-        body, end = text[start:close], close + len(CLOSE)
+    """One error for a pair of tags, or what there is of it. at: where the value begins that cannot be read.
+
+    It goes to the next tag that is in no string, or to one in a string behind which a call can be read: then a
+    quotation mark was forgotten, and what is behind counts.
+    """
+    reached, unended = _reached(text, at, error)
+    if not complete and (unended or len(text) - reached < len("\\u0000")):
+        return [*found, _cut(text[start:])], len(text)
+    body, end = text[start:], len(text)
+    for tag in PAIR.finditer(text, start):
+        quoted = tag.start() < reached or (unended and tag[0] == OPEN)
+        if not quoted or (tag[0] == OPEN and _is_call(text, tag.end())):
+            body, end = text[start : tag.start()], tag.start() if tag[0] == OPEN else tag.end()
+            break
     else:
-        end = following if following >= 0 else len(text)
-        body = text[start:end]
-        if following < 0 and not complete:
+        if not complete:
             return [*found, _cut(body)], end
     if found:
         return [*found, BadCall(f"text follows the call: {_shown(body)}")], end
     reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error) or type(error).__name__
-    return [BadCall(f"the call is not valid JSON ({reason}): {_shown(body)}")], end
+    return [BadCall(f"the call is not valid JSON ({reason}); {_instead(body)}")], end
+
+
+def _reached(text: str, at: int, error: Exception) -> tuple[int, bool]:
+    """How far it is JSON; and whether a string begins there that has no end."""
+    if not isinstance(error, json.JSONDecodeError):  # a number that is none, or too deep: what it is does not say where
+        try:
+            return _LENIENT.raw_decode(text, at)[1], False
+        except RecursionError:
+            return at, False
+        except json.JSONDecodeError as other:
+            error = other
+    return error.pos, error.msg.startswith("Unterminated string")
+
+
+def _is_call(text: str, at: int) -> bool:
+    with suppress(ValueError, RecursionError):
+        value, _ = _DECODER.raw_decode(text, BETWEEN.match(text, at).end())  # type: ignore[union-attr]
+        first = value[0] if isinstance(value, list) and value else value
+        return isinstance(first, dict) and "name" in first
+    return False
 
 
 def _call(value: Any) -> Call | BadCall:
+    said = json.dumps(value, ensure_ascii=False)
     if not isinstance(value, dict):
-        return BadCall(f'a call must be a JSON object with "name" and "arguments", not {_shown(json.dumps(value))}')
+        return BadCall(f"a call is a JSON object; {_instead(said)}")
     name, arguments = value.get("name"), value.get("arguments", {})
     if not isinstance(name, str) or not name:
-        return BadCall(f'the call has no "name": {_shown(json.dumps(value, ensure_ascii=False))}')
+        return BadCall(f'the call has no "name"; {_instead(said)}')
+    if "arguments" not in value and len(value) > 1:
+        # Of what stands there under another name the tool would learn nothing.
+        other = next(key for key in value if key != "name")
+        return BadCall(f'the call has no "arguments" but {_shown(json.dumps(other))}; {_instead(said)}')
     if isinstance(arguments, str):
         # Encoded twice, as it stands in the API that models imitate.
         with suppress(ValueError, RecursionError):
@@ -147,8 +180,12 @@ def _call(value: Any) -> Call | BadCall:
     return Call(name.encode(errors="replace").decode(), arguments)
 
 
+def _instead(body: str) -> str:
+    return f'write {{"name": ..., "arguments": {{...}}}} instead of: {_shown(body)}'
+
+
 def _cut(body: str) -> BadCall:
-    return BadCall(f"the turn was cut inside of a call, which was not run: {_shown(body)}", cut=True)
+    return BadCall(f"the turn was cut inside of a call, which was not run: {_shown(body)}")
 
 
 def _shown(text: str) -> str:
@@ -162,3 +199,5 @@ def _no_number(name: str) -> NoReturn:
 
 _DECODER = json.JSONDecoder(strict=False, parse_constant=_no_number)
 """Line breaks inside of strings are taken: models write them."""
+_LENIENT = json.JSONDecoder(strict=False, parse_int=str)
+"""Also of numbers that are none, and as long as one likes."""

@@ -121,7 +121,15 @@ def test_a_name_is_text_whatever_json_can_spell() -> None:
         ("lookup(key=4)", "not valid JSON"),
         ("", "not valid JSON"),
         ('{"name": "lookup"} trailing', "text follows"),
-        ('{"arguments": {}}', 'no "name"'),
+        ('{"arguments": {}}', 'no "name"; write {"name": ..., "arguments": {...}} instead of: {"arguments"'),
+        ('{"type": "function", "function": {"name": "lookup", "arguments": {}}}', 'no "name"'),
+        ('{"name": "lookup", "parameters": {"key": 4}}', 'no "arguments" but "parameters"; write {"name": ...'),
+        ('{"name": "lookup", "key": 4}', 'no "arguments" but "key"; write {"name": ...'),
+        ('{"name": "lookup", "arguments": {"text": "<tool_call>{}</tool_call>"}', "not valid JSON"),
+        ('{"name": "lookup", "arguments": {"text": "<tool_call>"}} trailing', "text follows"),
+        ('{"name": "lookup", "arguments": {"text": "<tool_call>", "key": NaN}}', "NaN"),
+        ('{"name": "lookup", "arguments": {"text": "<tool_call>}}', "not valid JSON"),
+        ('{"name": "lookup", "arguments": {"text": "four}}', "not valid JSON"),
         ('{"name": 5, "arguments": {}}', 'no "name"'),
         ('{"name": "lookup", "arguments": [4]}', '"arguments"'),
         ('{"name": "lookup", "arguments": "four"}', '"arguments"'),
@@ -133,7 +141,7 @@ def test_a_malformed_call_is_one_error_that_names_the_problem(body: str, named: 
     bad = [call for call in calls if isinstance(call, BadCall)]
     assert len(bad) == 1
     assert named in bad[0].problem
-    assert len(bad[0].problem) < 400
+    assert len(bad[0].problem) < 500
     assert calls[-1] == CALL
 
 
@@ -149,9 +157,23 @@ def test_a_call_without_its_closing_tag() -> None:
 def test_a_call_that_was_cut_is_never_one(length: int) -> None:
     said = read(f"{DRAFT} {DRAFT[:length]}", complete=False)
     assert said.calls[0] == CALL
-    assert [type(call) for call in said.calls[1:]] == [BadCall]
-    assert isinstance(said.calls[1], BadCall)
-    assert said.calls[1].cut
+    (cut,) = said.calls[1:]
+    assert problem_of(cut).startswith("the turn was cut inside of a call, which was not run")
+
+
+QUOTING = '<tool_call>{"name": "f", "arguments": {"text": "a </tool_call> b <tool_call>{} \\u00e9", "yes": true}}'
+
+
+@pytest.mark.parametrize("length", range(QUOTING.index("a <"), len(QUOTING)))
+def test_a_tag_in_a_string_ends_no_call_that_was_cut(length: int) -> None:
+    assert "cut inside" in problem(QUOTING[:length], complete=False)
+    assert read(QUOTING[:length], complete=False).content == ""
+
+
+def test_a_call_without_arguments_may_leave_them_out_and_say_more_beside_them() -> None:
+    assert read('<tool_call>{"name": "now"}</tool_call>').calls == (Call("now", {}),)
+    said = read('<tool_call>{"id": 7, "type": "function", "name": "lookup", "arguments": {"key": 4}}</tool_call>')
+    assert said.calls == (CALL,)
 
 
 @settings(deadline=None)
