@@ -92,8 +92,8 @@ class StepOutput:
     logprobs: float32[3, S] in the order of LOGPROB_MODES; a mode that the row did not ask for may be NaN.
     top_ids, top_logprobs: int32[S, k], float32[S, k], k the largest asked for in this step; None when 0.
     scores: one float32[3, q] per `ScoreChunk`; NaN where the target is -1.
-    graph: the step was a replay of a captured graph. split: attention cut long rows into parts. padding_rows: rows of
-        the graph's bucket that stood for no request.
+    graph: the step was a replay of captured graphs. split: attention cut long rows into parts. padding_rows: rows of
+        the graphs' bucket, or tokens where the step held prompt tokens, that stood for none.
     """
 
     token_ids: IntArray

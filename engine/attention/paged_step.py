@@ -89,10 +89,14 @@ class MixedStep:
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         out = torch.empty_like(q)
+        self.write(q, keys, values, out)
+        return out.flatten(1)
+
+    def write(self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
+        """`attend` into out [T, heads, head_dim]."""
         first = 0
         if self.decode is not None:
             first = self.decode.rows
             self.decode.write(q[:first], keys, values, out[:first])
         if self.prefill is not None:
             self.prefill.run(q[first:], (keys, values), out=out[first:])
-        return out.flatten(1)

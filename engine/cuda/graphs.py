@@ -1,4 +1,4 @@
-"""CUDA graphs of decode steps: one a bucket of batch sizes, captured largest first into one memory pool.
+"""CUDA graphs of decode steps: one a bucket of batch sizes, captured largest first, into a memory pool that they share.
 
 A graph reads its input at fixed addresses, starts from `last_token[slot]` and ends at fp32 logits at a fixed address;
 the sampler runs after it, so that the filters of some rows neither slow the others nor double the captures.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,10 +33,11 @@ def bucket_for(rows: int, sizes: Sequence[int]) -> int | None:
 class DecodeGraphs:
     """Graphs by bucket. step: runs a decode step of so many rows on the current stream and returns its logits."""
 
-    def __init__(self, sizes: Sequence[int], step: Callable[[int], Tensor], progress: Progress) -> None:
+    def __init__(self, sizes: Sequence[int], step: Callable[[int], Tensor], pool: Any, progress: Progress) -> None:
+        """pool: the graphs' memory, of `torch.cuda.graph_pool_handle`; shared with other graphs that run in turn."""
         self._sizes = sorted(sizes)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self._capture(step, progress)
+        self._capture(step, pool, progress)
 
     def bucket(self, rows: int) -> int | None:
         """The smallest bucket that holds `rows`; None when none does."""
@@ -47,14 +49,12 @@ class DecodeGraphs:
         graph.replay()
         return logits
 
-    def _capture(self, step: Callable[[int], Tensor], progress: Progress) -> None:
-        pool = None
+    def _capture(self, step: Callable[[int], Tensor], pool: Any, progress: Progress) -> None:
         for done, size in enumerate(reversed(self._sizes), start=1):
             step(size)  # compiles what is not compiled, and lets cuBLAS choose
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
                 logits = step(size)
-            pool = pool or graph.pool()
             self._graphs[size] = graph, logits
             progress(CAPTURING, done, len(self._sizes))

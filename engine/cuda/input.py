@@ -1,14 +1,13 @@
-"""A `StepPlan` packed for the GPU: one pinned buffer, one copy, every array of the step at a known place.
+"""A `StepPlan` packed for the GPU: a pinned buffer, and every array of the step at a known place.
 
-Arrays with one entry a row lie at fixed addresses, so that a captured graph finds them there whatever the step; block
-ids follow, and the tokens of prefill rows come last, behind what the step used. The device's buffer is one for all
-steps, since copies and kernels run in stream order. A pinned buffer is written again only after the step that it
-fed was waited for.
+Every array lies at a fixed address, so that a captured graph finds it there whatever the step: first those with one
+entry a row, then block ids; the arrays of steps that hold prompt tokens come last, and are copied in such steps alone.
+The device's buffer is one for all steps, since copies and kernels run in stream order. A pinned buffer is written
+again only after the step that it fed was waited for.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +30,7 @@ _KINDS = {
     "positions": torch.int64,
     "write_slots": torch.int64,
     "sample_slots": torch.int64,
+    "sample_tokens": torch.int64,
     "keys": torch.int64,
     "top_k": torch.float64,
     "top_p": torch.float64,
@@ -39,25 +39,16 @@ _KINDS = {
     "min_p": torch.float32,
     "greedy": torch.bool,
     "block_ids": torch.int32,
+    "token_ids": torch.int64,
+    "token_positions": torch.int64,
+    "token_write_slots": torch.int64,
 }
-"""The fixed arrays in the order in which they lie in the buffer. keys has five entries a row."""
+"""The arrays in the order in which they lie in the buffer. keys has five entries a row."""
+
+TOKEN_ARRAYS = ("token_ids", "token_positions", "token_write_slots")
+"""Of the tokens of a step that holds prompt tokens: decode rows first."""
 
 _ALIGNMENT = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """Of an eager step with T tokens and S sampling rows, on the device, behind its block ids.
-
-    token_ids: int64[T - num_decode], of the prefill rows. positions, write_slots: int64[T].
-    sample_tokens: int64[S], places among the T tokens. split: attention cut decode rows into parts.
-    """
-
-    token_ids: Tensor
-    positions: Tensor
-    write_slots: Tensor
-    sample_tokens: Tensor
-    split: bool
 
 
 class Shared(NamedTuple):
@@ -93,14 +84,14 @@ class CudaInput:
         }
         sizes |= dict.fromkeys(("first_tiles", "tile_counts"), max_rows + 1 + most_runs(max_rows))
         sizes |= dict.fromkeys(("tile_owners", "tile_blocks", "tile_tokens"), capacity(max_rows, streams))
+        sizes |= dict.fromkeys(TOKEN_ARRAYS, max_tokens)
         offsets, end = {}, 0
         for name, kind in _KINDS.items():
             offsets[name] = end
             end = _aligned(end + sizes[name] * kind.itemsize)
         self._blocks_start = offsets["block_ids"]
-        size = end + _aligned(8 * max_tokens) * 3 + _aligned(8 * max_rows)
-        self._device = memory.allocate(size, "step input")
-        self._hosts = [memory.allocate(size, "step input", host=True, pinned=True) for _ in range(ring)]
+        self._device = memory.allocate(end, "step input")
+        self._hosts = [memory.allocate(end, "step input", host=True, pinned=True) for _ in range(ring)]
 
         def views(buffer: Tensor) -> dict[str, Tensor]:
             spans = (
@@ -109,7 +100,8 @@ class CudaInput:
             return {name: buffer[start:stop].view(_KINDS[name]) for name, start, stop in spans}
 
         self.fixed = views(self._device)
-        self._host_views = [{name: view.numpy() for name, view in views(host).items()} for host in self._hosts]
+        self._pinned = [views(host) for host in self._hosts]
+        self._host_views = [{name: view.numpy() for name, view in pinned.items()} for pinned in self._pinned]
         for host in self._host_views:
             for array in host.values():
                 array[...] = 0
@@ -133,22 +125,25 @@ class CudaInput:
         self._copy(ring, self._blocks_start + plan.block_ids.nbytes)
         return split
 
-    def pack_eager(self, ring: int, plan: StepPlan, law: StepLaw) -> Tokens:
-        """Any step, unpadded."""
-        host = self._host_views[ring]
+    def pack_mixed(self, ring: int, plan: StepPlan, law: StepLaw, padded: int) -> tuple[bool, Tensor]:
+        """Any step, its tokens padded to so many: padding is written to the dummy block. The ids of decode rows, which
+        the device alone knows, are left for the caller to fill in.
+
+        Does attention cut decode rows into parts? And int64[S], the places of the sampling rows' last tokens.
+        """
+        host, tokens, decodes = self._host_views[ring], plan.num_tokens, plan.num_decode
         begins, positions, write_slots = token_places(plan)
-        split = self._pack_rows(host, plan, law, plan.num_decode)
-        arrays = (plan.token_ids, positions, write_slots, (begins + plan.query_lens)[plan.samples] - 1)
-        raw, end = self._hosts[ring].numpy(), _aligned(self._blocks_start + plan.block_ids.nbytes)
-        views = []
-        for array in arrays:
-            stop = end + 8 * len(array)
-            raw[end:stop].view(np.int64)[:] = array
-            views.append(self._device[end:stop].view(torch.int64))
-            end = _aligned(stop)
-        self._copy(ring, end)
-        token_ids, on_positions, on_write_slots, sample_tokens = views
-        return Tokens(token_ids, on_positions, on_write_slots, sample_tokens, split)
+        places = (begins + plan.query_lens)[plan.samples] - 1
+        host["sample_tokens"][: len(places)] = places
+        split = self._pack_rows(host, plan, law, decodes)
+        self._copy(ring, self._blocks_start + plan.block_ids.nbytes)
+        host["token_ids"][decodes:tokens] = plan.token_ids
+        host["token_positions"][:tokens] = positions
+        host["token_write_slots"][:tokens] = write_slots
+        for name in TOKEN_ARRAYS:
+            host[name][tokens:padded] = 0
+            self.fixed[name][:padded].copy_(self._pinned[ring][name][:padded], non_blocking=True)
+        return split, self.fixed["sample_tokens"][: len(places)]
 
     def _pack_rows(
         self, host: dict[str, npt.NDArray[np.generic]], plan: StepPlan, law: StepLaw, decode_rows: int

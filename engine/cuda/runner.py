@@ -1,7 +1,8 @@
 """The device side of a step on an NVIDIA GPU. Nothing in `launch` waits for the device.
 
-A step of decode rows is one graph replay, whatever else is an eager forward; the sampler follows, and the results
-are copied into pinned memory behind an event that `wait` waits for. Everything runs on one stream, in launch order.
+A step of decode rows is one graph replay; one that holds prompt tokens is a replay in pieces with attention between
+them, or, where it has many, launched kernel by kernel. The sampler follows, and the results are copied into pinned
+memory behind an event that `wait` waits for. Everything runs on one stream, in launch order.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from torch import Tensor
 from engine.attention.flashinfer_paged import PagedPrefill
 from engine.attention.paged_step import DecodeStep, MixedStep, choose_decode_kernel
 from engine.attention.split import capacity, num_streams
+from engine.attention.torch_paged import AttentionStep
 from engine.cuda.graphs import DecodeGraphs, buckets
-from engine.cuda.input import CudaInput
+from engine.cuda.input import TOKEN_ARRAYS, CudaInput
+from engine.cuda.pieces import LARGEST, MixedGraphs, token_buckets
 from engine.cuda.sampler import CudaSampler, StepLaw
 from engine.kernels.paged_decode import DecodeScratch
 from engine.memory.memory import KVPool, Memory
@@ -38,9 +41,10 @@ DecodeChoice = Literal["graph", "eager"]
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """How a step went. bucket: of the graph that ran, None for an eager step. split: attention cut rows into parts."""
+    """How a step went. padding: tokens of the graphs that ran and that stood for none; None for an eager step. split:
+    attention cut rows into parts."""
 
-    bucket: int | None
+    padding: int | None
     split: bool
 
 
@@ -92,7 +96,11 @@ class CudaRunner:
         ]
         self._ring = Ring()
         self._flying: deque[Launched] = deque()
-        self.graphs = DecodeGraphs(buckets(rows) if decode == "graph" else (), self._decode, progress)
+        captured, pool = decode == "graph", torch.cuda.graph_pool_handle()
+        self.graphs = DecodeGraphs(buckets(rows) if captured else (), self._decode, pool, progress)
+        sizes = token_buckets(limits.max_tokens) if captured else ()
+        attended = torch.zeros(LARGEST, config.q_size, dtype=kv.keys[0].dtype, device=device)
+        self.mixed = MixedGraphs(sizes, self._pass, attended, pool, progress)
 
     @property
     def num_blocks(self) -> int:
@@ -118,22 +126,24 @@ class CudaRunner:
     def _finish(self) -> StepOutput:
         step = self._flying.popleft()
         step.done.synchronize()
-        bucket, split = step.path.bucket, step.path.split
-        output = replace(owned(step.output), graph=bucket is not None, split=split)
+        padding = step.path.padding
+        output = replace(
+            owned(step.output), graph=padding is not None, split=step.path.split, padding_rows=padding or 0
+        )
         if step.packed is not None:
             bits = step.packed.numpy().copy()
             output = replace(
                 output, token_ids=bits[0], flags=bits[1].astype(np.uint8), logprobs=bits[2:].view(np.float32)
             )
-        return output if bucket is None else replace(output, padding_rows=bucket - len(output.token_ids))
+        return output
 
     def _forward(self, ring: int, plan: StepPlan, law: StepLaw) -> tuple[Tensor, tuple[Tensor, ...], Path]:
         """Logits fp32[S, vocab] of the sampling rows, and the prompt logprobs of the scored ones."""
         bucket = self.graphs.bucket(plan.num_rows) if plan.num_decode == plan.num_rows else None
         if bucket is not None:
             split = self._input.pack_decode(ring, plan, law, bucket)
-            return self.graphs.replay(bucket)[: plan.num_rows], (), Path(bucket, split)
-        return self._eager(ring, plan, law)
+            return self.graphs.replay(bucket)[: plan.num_rows], (), Path(bucket - plan.num_rows, split)
+        return self._mixed(ring, plan, law)
 
     def _decode(self, rows: int) -> Tensor:
         """A decode step of `rows` rows over the fixed input arrays: what a graph captures."""
@@ -143,9 +153,30 @@ class CudaRunner:
         residual = forward(self.model, ids, fixed["positions"][:rows], fixed["write_slots"][:rows], attention, self.kv)
         return head(self.model, residual, out=self._logits[:rows])
 
-    def _eager(self, ring: int, plan: StepPlan, law: StepLaw) -> tuple[Tensor, tuple[Tensor, ...], Path]:
-        tokens = self._input.pack_eager(ring, plan, law)
-        fixed, decodes = self._input.fixed, plan.num_decode
+    def _mixed(self, ring: int, plan: StepPlan, law: StepLaw) -> tuple[Tensor, tuple[Tensor, ...], Path]:
+        """Decode rows and prompt tokens, or decode rows without a graph."""
+        count, decodes, fixed = plan.num_tokens, plan.num_decode, self._input.fixed
+        bucket = self.mixed.bucket(count)
+        split, sample_tokens = self._input.pack_mixed(ring, plan, law, bucket or count)
+        torch.index_select(self._last_token, 0, fixed["slots"][:decodes], out=fixed["token_ids"][:decodes])
+        attention = self._attention_of(plan)
+        if bucket is None:
+            residual = self._pass(count, attention)
+        else:
+            residual = self.mixed.of(bucket).run(count, attention, self.kv)
+        scores = tuple(score_prompt(self.model, self._sampler, score, residual) for score in prompt_scores(plan))
+        path = Path(None if bucket is None else bucket - count, split)
+        if not len(sample_tokens):
+            return residual.new_empty(0, self.vocab_size, dtype=torch.float32), scores, path
+        return head(self.model, residual, sample_tokens), scores, path
+
+    def _pass(self, tokens: int, attention: AttentionStep) -> Tensor:
+        """All layers over so many tokens of the fixed input arrays: what pieces capture."""
+        ids, positions, write_slots = (self._input.fixed[name][:tokens] for name in TOKEN_ARRAYS)
+        return forward(self.model, ids, positions, write_slots, attention, self.kv)
+
+    def _attention_of(self, plan: StepPlan) -> MixedStep:
+        decodes, fixed = plan.num_decode, self._input.fixed
         decode = DecodeStep.of(fixed, decodes, self._attention, self._scratch) if decodes else None
         prefill = None
         if decodes < plan.num_rows:
@@ -153,15 +184,7 @@ class CudaRunner:
             blocks = fixed["block_ids"][int(indptr[0]) : int(indptr[-1])]
             queries = plan.query_lens[decodes:]
             prefill = self._prefill.plan(queries, plan.context_lens[decodes:] + queries, indptr - indptr[0], blocks)
-        decoding = self._last_token.index_select(0, fixed["slots"][:decodes])
-        ids = torch.cat((decoding, tokens.token_ids))
-        attention = MixedStep(decode, prefill)
-        residual = forward(self.model, ids, tokens.positions, tokens.write_slots, attention, self.kv)
-        scores = tuple(score_prompt(self.model, self._sampler, score, residual) for score in prompt_scores(plan))
-        path = Path(None, tokens.split)
-        if not len(tokens.sample_tokens):
-            return residual.new_empty(0, self.vocab_size, dtype=torch.float32), scores, path
-        return head(self.model, residual, tokens.sample_tokens), scores, path
+        return MixedStep(decode, prefill)
 
     def _sample(
         self,

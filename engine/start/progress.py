@@ -16,6 +16,7 @@ Cheap: who shows it decides how often."""
 READING: Final = "reading weights"
 """Counted in bytes; whatever else is counted in pieces."""
 CAPTURING: Final = "capturing graphs"
+CAPTURING_PIECES: Final = "capturing steps with prompts"
 WARMING: Final = "warming kernels"
 
 INTERVAL_S = 1.0

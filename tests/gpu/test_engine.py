@@ -117,6 +117,56 @@ def test_graph_equals_eager_for_every_batch_size(qwen3: Path, count: int) -> Non
         assert_near(graph, eager)
 
 
+@pytest.mark.parametrize("tokens", [1, 16, 48, 224, 512, 2048, 3000])
+def test_a_prompt_in_pieces_has_the_bits_of_one_launched_kernel_by_kernel(qwen3: Path, tokens: int) -> None:
+    """Without padding; above 2,048 tokens a step is no graph anyway."""
+    token_ids, sizes = ids(tokens, tokens), {"max_step_tokens": 4096, "max_context": 4096}
+    pieces, eager = (load(qwen3, decode_path=how, **sizes) for how in ("graph", "eager"))
+    requests = [Request("score", token_ids, 2, prompt_logprobs=True)]
+    found, expected = (serve(loaded, *requests)["score"] for loaded in (pieces, eager))
+    assert (pieces.engine.stats().graph_steps_total, eager.engine.stats().graph_steps_total) == (
+        1 + (tokens <= 2048),
+        0,
+    )
+    assert pieces.engine.stats().padding_rows_total == (7 if tokens == 1 else 0)
+    if tokens > 1:
+        assert found.prompt_logprobs is not None
+        assert expected.prompt_logprobs is not None
+        np.testing.assert_array_equal(found.prompt_logprobs["processed"], expected.prompt_logprobs["processed"])
+        assert found.token_ids[0] == expected.token_ids[0]
+
+
+def test_what_lies_in_the_padding_of_a_step_in_pieces_reaches_no_token(qwen3: Path) -> None:
+    loaded = load(qwen3)
+    token_ids = ids(3, 100)
+    first = score(loaded, token_ids)
+    runner = loaded.engine._runner
+    for tokens in (100, 128):
+        runner.mixed.of(runner.mixed.bucket(tokens)).attended.fill_(float("nan"))
+    np.testing.assert_array_equal(score(load(qwen3), token_ids), first)
+    loaded.engine.commit(lambda: None, 1)  # forgets the prefix
+    np.testing.assert_array_equal(score(loaded, token_ids), first)
+    assert loaded.engine.stats().nonfinite_total == 0
+
+
+def test_turns_that_come_while_others_decode_are_near_the_same_turns_alone(qwen3: Path) -> None:
+    """Decode rows and prompts of all lengths in the same steps, which are padded; shapes differ, so bf16 does."""
+    requests = [ask(str(i), ids(i, 5 + 23 * i), 24) for i in range(10)]
+    alone = {name: done for request in requests for name, done in serve(load(qwen3), request).items()}
+    loaded = load(qwen3)
+    ended: dict[str, Completion] = {}
+    for request in requests:
+        loaded.engine.add(request)
+        for _ in range(3):
+            ended |= {completion.request_id: completion for completion in loaded.engine.step()}
+    while loaded.engine.has_work:
+        ended |= {completion.request_id: completion for completion in loaded.engine.step()}
+    stats = loaded.engine.stats()
+    assert stats.graph_steps_total == stats.steps_total
+    for name, completion in ended.items():
+        assert_near(completion, alone[name])
+
+
 def assert_near(found: Completion, expected: Completion) -> None:
     """The same ids up to the first near tie, and logprobs within bf16 there."""
     assert len(found.token_ids) == len(expected.token_ids)

@@ -14,7 +14,7 @@ from engine.attention.shared import MEMBERS
 from engine.attention.split import capacity
 from engine.config import BLOCK_SIZE
 from engine.cuda.graphs import bucket_for, buckets
-from engine.cuda.input import CudaInput
+from engine.cuda.input import TOKEN_ARRAYS, CudaInput
 from engine.cuda.sampler import StepLaw
 from engine.memory.memory import Memory
 from tests.engine.plans import CPU, Row, plan, start
@@ -69,13 +69,16 @@ def test_a_smaller_step_after_a_larger_one_leaves_nothing_of_it(buffers: CudaInp
     assert int(fixed["tile_tokens"][: capacity(4, STREAMS)].sum()) == 6
 
 
-def test_a_mixed_step_keeps_its_tokens_behind_its_blocks(buffers: CudaInput) -> None:
+def test_a_mixed_step_lays_out_its_tokens_and_writes_padding_to_the_dummy_block(buffers: CudaInput) -> None:
+    for array in buffers.fixed.values():
+        array.fill_(1)
     step = plan(Row(1, 20, [3, 4]), Row(2, 16, [5, 6], [100, 101, 102]), Row(0, 0, [7], [103], samples=False))
-    tokens = buffers.pack_eager(0, step, law(2))
-    assert tokens.token_ids.tolist() == [100, 101, 102, 103]
-    assert tokens.positions.tolist() == [20, 16, 17, 18, 0]
-    assert tokens.write_slots.tolist() == [4 * 16 + 4, 6 * 16, 6 * 16 + 1, 6 * 16 + 2, 7 * 16]
-    assert tokens.sample_tokens.tolist() == [0, 3]
+    _, sample_tokens = buffers.pack_mixed(0, step, law(2), 8)
+    ids, positions, write_slots = (buffers.fixed[name][:9].tolist() for name in TOKEN_ARRAYS)
+    assert ids[1:] == [100, 101, 102, 103, 0, 0, 0, 1]
+    assert positions == [20, 16, 17, 18, 0, 0, 0, 0, 1]
+    assert write_slots == [4 * 16 + 4, 6 * 16, 6 * 16 + 1, 6 * 16 + 2, 7 * 16, 0, 0, 0, 1]
+    assert sample_tokens.tolist() == [0, 3]
     assert buffers.fixed["sample_slots"][:2].tolist() == [1, 2]
     assert buffers.fixed["block_ids"][:5].tolist() == [3, 4, 5, 6, 7]
 
@@ -102,7 +105,7 @@ def test_slots_that_all_start_again_at_once_share_no_more_than_their_new_rows_do
     buffers.pack_decode(0, plan(*(Row(slot, 5 * 16, [*shared, 10 + slot]) for slot in slots)), law(17), 20)
     assert (buffers.fixed["seats"][:16] >= 0).all()
     chunks = (Row(slot, 0, [30 + 2 * slot, 31 + 2 * slot], range(20)) for slot in slots)
-    buffers.pack_eager(1, plan(*chunks, starts=[start(slot) for slot in slots]), law(17))
+    buffers.pack_mixed(1, plan(*chunks, starts=[start(slot) for slot in slots]), law(17), 17 * 20)
     buffers.pack_decode(0, plan(*(Row(slot, 20, [30 + 2 * slot, 31 + 2 * slot]) for slot in slots)), law(17), 20)
     assert buffers.fixed["seats"][:20].tolist() == [-1] * 20
     assert tokens_read(buffers, 17, 20) == [
@@ -140,7 +143,7 @@ def test_whatever_the_steps_before_were_a_row_reads_its_own_tokens(seed: int) ->
         rows = len(decodes)
         if chunks:
             step = plan(*decodes, *chunks, starts=[start(chunk.slot) for chunk in chunks])
-            buffers.pack_eager(turn % 2, step, law(step.num_rows))
+            buffers.pack_mixed(turn % 2, step, law(step.num_rows), step.num_tokens)
         else:
             rows = bucket_for(rows, buckets(most)) or most
             buffers.pack_decode(turn % 2, plan(*decodes), law(len(decodes)), rows)
