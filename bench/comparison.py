@@ -35,21 +35,29 @@ def read(directory: Path) -> tuple[list[Result], list[str]]:
     return shown, left_out
 
 
+def label(result: Result) -> str:
+    """The workload, and in which variant: what a row of a table is of."""
+    return f"{result['workload']} {result.get('variant', '')}".strip()
+
+
 class Comparison:
-    """All results of one model on one device. A second result of the same engine, driver and workload is refused."""
+    """All results of one model on one device. A second result of the same engine, driver and label is refused.
+
+    workloads: the labels.
+    """
 
     def __init__(self, device: str, model: str, results: Iterable[Result]) -> None:
         self.device = device
         self.model = model
         self._found: dict[tuple[str, str, str], Result] = {}
         for result in results:
-            key = (result["workload"], result["engine"], result.get("driver", "bare"))
+            key = (label(result), result["engine"], result.get("driver", "bare"))
             if key in self._found:
                 raise ValueError(f"two results for {', '.join(key)} of {model} on {device}: delete one")
             self._found[key] = result
-        order = list(workloads())
-        names = dict.fromkeys(name for name, _, _ in self._found)
-        self.workloads = sorted(names, key=lambda name: (order.index(name) if name in order else len(order), name))
+        order = {name: place for place, name in enumerate(workloads())}
+        names = {name for name, _, _ in self._found}
+        self.workloads = sorted(names, key=lambda name: (order.get(name.split()[0], len(order)), name))
         self.peers = sorted({engine for _, engine, _ in self._found if engine != OURS})
 
     def result(self, workload: str, engine: str = OURS, driver: str = "bare") -> Result | None:

@@ -28,6 +28,7 @@ from bench.measure import (
     chosen,
     grown,
     measure,
+    parse,
     parser,
     record,
     save,
@@ -78,21 +79,20 @@ def engine_config(works: list[Workload], args: argparse.Namespace) -> EngineConf
     )
 
 
-def kv_bytes(asked_gb: float | None, works: list[Workload], model: ModelConfig, dtype: str, device: str) -> int | None:
+def kv_bytes(tokens: int | None, works: list[Workload], model: ModelConfig, dtype: str, device: str) -> int | None:
     """As asked for; else what the largest workload needs, or on a GPU None: the engine takes what it can use."""
-    if asked_gb is not None:
-        return int(asked_gb * 1e9)
-    if device == "cuda":
+    if tokens is None and device == "cuda":
         return None
     # A request may hold one block that is not full, and one more while a step is in flight.
-    blocks = max(work.kv_tokens // BLOCK_SIZE + 2 * work.concurrency for work in works)
+    needed = max(work.kv_tokens // BLOCK_SIZE + 2 * work.concurrency for work in works)
+    blocks = needed if tokens is None else tokens // BLOCK_SIZE
     return kv_bytes_per_block(model, DTYPES[dtype].itemsize) * (1 + blocks)
 
 
 def serve(works: list[Workload], args: argparse.Namespace, model: ModelConfig) -> list[dict[str, Any]]:
     """Load one engine for these workloads and measure them; each result is written as soon as it is there."""
     config = engine_config(works, args)
-    pool = kv_bytes(args.kv_gb, works, model, args.dtype, args.device)
+    pool = kv_bytes(args.kv_tokens, works, model, args.dtype, args.device)
     start = time.perf_counter()
     loaded = load_engine(
         args.weights, config, dtype=args.dtype, device=args.device, kv_bytes=pool, decode_path=args.decode_path
@@ -109,7 +109,7 @@ def serve(works: list[Workload], args: argparse.Namespace, model: ModelConfig) -
     bandwidth = COPY_BANDWIDTH.get(device_name(args.device))
     results = []
     for work in works:
-        result = record("rollout-worker", "bare", work, model, args.device, args.dtype, settings)
+        result = record("rollout-worker", "bare", work, model, args.device, args.dtype, settings, args.variant)
         result |= measure(work, drive, args.runs, reads, bandwidth, seed=args.seed)
         save(result, args.json_dir)
         results.append(result)
@@ -120,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser(__doc__)
     options.add_argument("--decode-path", choices=["graph", "eager"], default="graph", help="of decode on a GPU")
     options.add_argument("--shuffled", action="store_true", help="submit siblings apart from each other")
-    args = options.parse_args(argv)
+    args = parse(options, argv)
     model = read_model_config(args.weights)
     results = []
     for works in by_prefix_cache(chosen(args)):

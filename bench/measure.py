@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from bench import report_fields
+from bench.comparison import label
 from bench.make_model import SHAPES
 from bench.workloads import Workload, workloads
 from engine.config import BLOCK_SIZE
@@ -36,6 +37,19 @@ class Run:
     lengths_ok: bool
     counters: dict[str, int] = field(default_factory=dict)
 
+
+VARY = (
+    "dtype",
+    "max_running",
+    "max_step_tokens",
+    "kv_tokens",
+    "admission",
+    "decode_path",
+    "shuffled",
+    "turns",
+    "wait",
+)
+"""Options of the drivers that change what is measured, beside the workload."""
 
 Driver = Callable[[Workload, int], Run]
 """A workload and a seed to one run of it."""
@@ -113,13 +127,21 @@ def _metrics(workload: Workload, done: list[list[Run]], reads: Reads, bandwidth:
 
 
 def record(
-    engine: str, driver: str, workload: Workload, model: ModelConfig, device: str, dtype: str, settings: dict[str, Any]
+    engine: str,
+    driver: str,
+    workload: Workload,
+    model: ModelConfig,
+    device: str,
+    dtype: str,
+    settings: dict[str, Any],
+    variant: str = "",
 ) -> dict[str, Any]:
     """All fields of a result but those of `measure`. engine: whose; driver: "bare", or "zmq" through the worker."""
     return {
         "engine": engine,
         "driver": driver,
         "workload": workload.name,
+        "variant": variant,
         "temperature": workload.temperature,
         "top_k": workload.top_k,
         "top_p": workload.top_p,
@@ -136,10 +158,11 @@ def record(
 
 
 def save(result: dict[str, Any], directory: Path) -> Path:
-    """<directory>/<engine>[-zmq]/<device>-<model>-<workload>.json"""
+    """<directory>/<engine>[-zmq]/<device>-<model>-<workload>[-<variant>].json"""
     folder = str(result["engine"]) + ("" if result["driver"] == "bare" else f"-{result['driver']}")
     device = re.sub(r"[^a-z0-9]+", "-", result["device"].lower()).strip("-")
-    path = directory / folder / f"{device}-{result['model']}-{result['workload']}.json"
+    variant = result["variant"].replace(" ", "-")
+    path = directory / folder / f"{device}-{result['model']}-{result['workload']}{variant}.json"
     report_fields.write(result, path)
     return path
 
@@ -147,12 +170,14 @@ def save(result: dict[str, Any], directory: Path) -> Path:
 def table(results: Iterable[dict[str, Any]]) -> str:
     """A line a workload, for the terminal."""
     names = ("output_tok_s", "trajectories_s", "tpot_ms", "first_token_ms", "gb_s", "floor_share")
-    lines = [f"{'workload':20}" + "".join(f"{name:>16}" for name in names) + "  lengths"]
+    results = list(results)
+    width = max(20, *(len(label(result)) + 1 for result in results))
+    lines = [f"{'workload':{width}}" + "".join(f"{name:>16}" for name in names) + "  lengths"]
     for result in results:
         metrics = result["metrics"]
         cells = [f"{metrics[name]['median']:,.5g}" if name in metrics else "" for name in names]
         ok = "ok" if result["forced_length_ok"] else "WRONG"
-        lines.append(f"{result['workload']:20}" + "".join(f"{cell:>16}" for cell in cells) + f"  {ok}")
+        lines.append(f"{label(result):{width}}" + "".join(f"{cell:>16}" for cell in cells) + f"  {ok}")
     return "\n".join(lines)
 
 
@@ -167,13 +192,23 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     found.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     found.add_argument("--max-running", type=int, help="rows of a step (default: what the workloads named need)")
     found.add_argument("--max-step-tokens", type=int, default=16384)
-    found.add_argument("--kv-gb", type=float, help="KV pool; without it what the workloads need, or a GPU has left")
+    found.add_argument("--kv-tokens", type=int, help="KV pool; without it what the workloads need, or a GPU has left")
     found.add_argument(
         "--admission", choices=["whole", "open"], default="whole", help="of trajectories of several turns"
     )
     found.add_argument("--json-dir", type=Path, default=report_fields.ROOT / "bench" / "results")
     found.add_argument("--shrink", type=int, default=1, metavar="N", help="divide rows and lengths by N: a trial")
     return found
+
+
+def parse(options: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments, and as `variant` those of them that change a figure and are not as by default; it is part of a
+    result's name, so that no other run of the same workload takes its place."""
+    args = options.parse_args(argv)
+    given = {name: value for name, value in vars(args).items() if name in VARY and value != options.get_default(name)}
+    flags = {name: "--" + name.replace("_", "-") for name in given}
+    args.variant = " ".join(flags[name] if value is True else f"{flags[name]} {value}" for name, value in given.items())
+    return args
 
 
 def chosen(args: argparse.Namespace) -> list[Workload]:

@@ -31,7 +31,12 @@ def summary(comparison: Comparison) -> str:
         ratios = [f"{rate / peer:.2f}" if rate and peer else "" for peer in rates]
         through = median(worker, metric)
         told = f"{number(through)} ({100 * (through / rate - 1):+.1f} %)" if through and rate else number(through)
-        cells = [name, describe(workloads().get(name)), *map(number, rates), f"**{number(rate)}**" if rate else ""]
+        cells = [
+            name,
+            describe(workloads().get(name.split()[0])),
+            *map(number, rates),
+            f"**{number(rate)}**" if rate else "",
+        ]
         rows.append([*cells, *ratios, told, number(median(ours, "gb_s")), _percent(median(ours, "floor_share"))])
     return f"{table(rows)}\n\n{provenance(comparison)}"
 

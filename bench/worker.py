@@ -28,6 +28,7 @@ from bench.measure import (
     chosen,
     grown,
     measure,
+    parse,
     parser,
     record,
     save,
@@ -132,7 +133,7 @@ def serve(works: list[Workload], args: argparse.Namespace, model: ModelConfig) -
     if args.address is not None:
         return _measure(works, args, model, args.address, settings, bandwidth)
     config = engine_config(works, args)
-    pool = kv_bytes(args.kv_gb, works, model, args.dtype, args.device)
+    pool = kv_bytes(args.kv_tokens, works, model, args.dtype, args.device)
     options = asdict(config) | {"kv_memory": pool, "device": args.device, "dtype": args.dtype}
     options |= {"admission": args.admission}
     start = time.perf_counter()
@@ -153,7 +154,7 @@ def _measure(
     drive = WorkerDriver(AsyncRolloutClient(address, name="bench"), remote=args.turns == "continue", wait=args.wait)
     results = []
     for work in works:
-        result = record("rollout-worker", "zmq", work, model, args.device, args.dtype, settings)
+        result = record("rollout-worker", "zmq", work, model, args.device, args.dtype, settings, args.variant)
         result |= measure(work, drive, args.runs, reads, bandwidth, seed=args.seed)
         save(result, args.json_dir)
         results.append(result)
@@ -166,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--address", help="of a worker that runs already, on this machine, with these weights")
     options.add_argument("--turns", choices=["environment", "continue"], default="environment", help="who answers")
     options.add_argument("--wait", type=float, default=0.0, help="mean seconds that the environment takes to answer")
-    args = options.parse_args(argv)
+    args = parse(options, argv)
     model = read_model_config(args.weights)
     results = [result for works in by_prefix_cache(chosen(args)) for result in serve(works, args, model)]
     print(table(results))

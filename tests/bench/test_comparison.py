@@ -57,6 +57,11 @@ def test_workloads_come_in_their_order_and_others_after_them() -> None:
     assert found.workloads == ["A", "G", "F_t1", "grpo", "code_localization", "zebra"]
 
 
+def test_a_variant_is_a_row_of_its_own_beside_its_workload() -> None:
+    results = [result("tool_turns"), result("grpo", variant="--shuffled"), result("grpo")]
+    assert Comparison(GPU, "m", results).workloads == ["grpo", "grpo --shuffled", "tool_turns"]
+
+
 def test_of_a_workload_peers_come_first_and_the_worker_last() -> None:
     found = Comparison(GPU, "m", [result(driver="zmq"), result(), result(engine="vllm"), result(engine="sglang")])
     assert [(each["engine"], each["driver"]) for each in found.of("A")] == [

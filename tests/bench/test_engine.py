@@ -72,6 +72,30 @@ def test_files_of_flat_and_of_agentic_workloads(tiny: Path, tmp_path: Path, monk
     assert results["grpo_div512"]["settings"]["prefix_cache"] is True
 
 
+def test_what_was_asked_for_beside_the_workload_is_told_apart(tiny: Path, tmp_path: Path) -> None:
+    common = [
+        "--weights",
+        str(tiny),
+        "--workload",
+        "grpo",
+        "--shrink",
+        "512",
+        "--runs",
+        "1",
+        "--json-dir",
+        str(tmp_path),
+    ]
+    for asked in ([], ["--shuffled"], ["--kv-tokens", "2048"]):
+        main(common + asked)
+    files = sorted((tmp_path / "rollout-worker").iterdir(), key=lambda file: len(file.name))
+    names = [file.stem.partition("grpo")[2] for file in files]
+    assert names == ["_div512", "_div512--shuffled", "_div512--kv-tokens-2048"]
+    results = [json.loads(file.read_text()) for file in files]
+    assert [result["variant"] for result in results] == ["", "--shuffled", "--kv-tokens 2048"]
+    assert [result["settings"]["shuffled"] for result in results] == [False, True, False]
+    assert results[2]["settings"]["kv_tokens"] == 2048 != results[0]["settings"]["kv_tokens"]
+
+
 def test_the_prefix_cache_serves_later_turns_and_siblings_but_not_the_next_run(engine: Engine) -> None:
     workload = Workload("w", ((Turn(48, 16), Turn(16, 16)),), samples=4, temperature=1.0)
     for seed in (1, 2):
@@ -156,7 +180,7 @@ def test_the_engine_is_made_for_the_largest_of_its_workloads(tiny: Path) -> None
     model = read_model_config(tiny)
     per_token = 2 * 2 * 2 * 16 * 2
     assert kv_bytes(None, works, model, "bfloat16", "cpu") >= per_token * 64 * 1024
-    assert kv_bytes(0.5, works, model, "bfloat16", "cpu") == 500_000_000
+    assert kv_bytes(1600, works, model, "bfloat16", "cuda") == per_token * (16 + 1600)
     assert kv_bytes(None, works, model, "bfloat16", "cuda") is None
 
 

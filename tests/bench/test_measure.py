@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from bench.make_model import SHAPES
-from bench.measure import COPY_BANDWIDTH, Reads, Run, by_prefix_cache, grown, measure, model_name, steps, table
+from bench.measure import (
+    COPY_BANDWIDTH,
+    Reads,
+    Run,
+    by_prefix_cache,
+    grown,
+    measure,
+    model_name,
+    parse,
+    parser,
+    save,
+    steps,
+    table,
+)
 from bench.workloads import Turn, Workload, workloads
 from engine.model.config import parse_model_config
+from tests.bench.results import result
 
 FLAT = Workload("flat", 4 * ((Turn(100, 20),),), short=4)
 READS = Reads(weights=1000, kv_per_token=2)
@@ -30,8 +45,8 @@ class Scripted:
 
 
 def test_time_per_token_is_the_difference_of_two_lengths() -> None:
-    result = measure(FLAT, Scripted(step=0.5), 3, READS, bandwidth=4000.0)
-    metrics = result["metrics"]
+    found = measure(FLAT, Scripted(step=0.5), 3, READS, bandwidth=4000.0)
+    metrics = found["metrics"]
     assert metrics["tpot_ms"] == {"median": 500.0, "runs": [500.0] * 3}
     assert metrics["first_token_ms"]["median"] == 1000.0
     assert metrics["output_tok_s"]["median"] == pytest.approx(4 * 20 / (1 + 0.5 * 19), rel=1e-3)
@@ -39,8 +54,8 @@ def test_time_per_token_is_the_difference_of_two_lengths() -> None:
     assert metrics["gb_s"]["median"] == pytest.approx(1896 / 0.5e9, rel=1e-3)
     assert metrics["floor_share"]["median"] == pytest.approx(1896 / 4000 / 0.5, rel=1e-3)
     assert "trajectories_s" not in metrics
-    assert result["forced_length_ok"]
-    assert result["counters"] == [{"steps_total": 20}] * 3
+    assert found["forced_length_ok"]
+    assert found["counters"] == [{"steps_total": 20}] * 3
 
 
 def test_no_floor_is_claimed_for_a_device_whose_bandwidth_is_not_known() -> None:
@@ -76,9 +91,9 @@ def test_a_flat_one_is_run_at_three_lengths_each_with_its_own_seed() -> None:
 
 
 def test_one_wrong_length_spoils_a_result() -> None:
-    result = measure(FLAT, Scripted(lengths_ok=False), 1, READS, None)
-    assert not result["forced_length_ok"]
-    assert "WRONG" in table([{"workload": "flat", **result}])
+    found = measure(FLAT, Scripted(lengths_ok=False), 1, READS, None)
+    assert not found["forced_length_ok"]
+    assert "WRONG" in table([{"workload": "flat", **found}])
 
 
 @pytest.mark.parametrize(
@@ -118,3 +133,21 @@ def test_counters_are_told_by_how_far_they_went() -> None:
 def test_steps_are_told_by_kind() -> None:
     counters = {"steps_total": 9, "prompt_steps_total": 4, "graph_steps_total": 6, "padding_rows_total": 12}
     assert steps(counters) == "9 steps, 4 with prompt tokens, 3 eager; 12 rows of padding"
+
+
+def test_options_that_change_a_figure_make_a_variant() -> None:
+    options = parser(None)
+    options.add_argument("--shuffled", action="store_true")
+    needed = ["--weights", "w", "--workload", "grpo"]
+    assert parse(options, [*needed, "--runs", "9", "--dtype", "bfloat16", "--device", "cuda"]).variant == ""
+    asked = ["--shuffled", "--kv-tokens", "870704", "--admission", "open"]
+    assert parse(options, [*needed, *asked]).variant == "--kv-tokens 870704 --admission open --shuffled"
+
+
+def test_a_variant_has_a_file_of_its_own(tmp_path: Path) -> None:
+    paths = [save(result("grpo", variant=name), tmp_path) for name in ("", "--shuffled", "--kv-tokens 870704")]
+    assert [path.name for path in paths] == [
+        "nvidia-h200-qwen3-4b-grpo.json",
+        "nvidia-h200-qwen3-4b-grpo--shuffled.json",
+        "nvidia-h200-qwen3-4b-grpo--kv-tokens-870704.json",
+    ]

@@ -34,6 +34,12 @@ def test_a_summary_leaves_empty_what_was_not_measured() -> None:
     assert (found[2]["vllm"], found[2]["rollout-worker"], found[2]["/ vllm"]) == ("", "**8,000**", "")
 
 
+def test_a_variant_is_named_and_described_as_its_workload() -> None:
+    found = rows(summary(Comparison(GPU, "m", [result("grpo"), result("grpo", variant="--kv-tokens 870704")])))
+    assert [row["workload"] for row in found] == ["grpo", "grpo --kv-tokens 870704"]
+    assert found[1]["prompt / output / rows"] == "64 groups x 8, 3 turns, T=1"
+
+
 def test_details_tell_the_spread_and_the_sources() -> None:
     dirty = result("grpo", trajectories_s=21.5, clean=False, driver="zmq", tok_s=16500.0)
     first, second, third = rows(details(Comparison(GPU, "m", [PEER, OURS, dirty])))
