@@ -10,7 +10,6 @@ it may block. docs/environments.md says what happens to an environment that rais
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -195,12 +194,20 @@ class Environment(ABC):
 
 
 def is_default(made: Environment | type[Environment], method: str) -> bool:
-    """A default of the base class says nothing: it need not be called."""
-    return inspect.getattr_static(made, method) is getattr(Environment, method)
+    """A default of the base class says nothing: it need not be called. Looked up, not asked for: that may run code."""
+    if isinstance(made, type):
+        kind = made
+    else:
+        kind = type(made)
+        if method in object.__getattribute__(made, "__dict__"):
+            return False
+    return next(vars(base)[method] for base in kind.__mro__ if method in vars(base)) is getattr(Environment, method)
 
 
 EnvironmentFactory = Callable[[], Environment | Awaitable[Environment]]
 """Makes one trajectory's environment: a subclass of `Environment` that needs no arguments is one."""
+EnvironmentSource = EnvironmentFactory | Environment
+"""A factory, or an environment that nothing has to be called for."""
 
 
 def said_by(factory: object) -> object:

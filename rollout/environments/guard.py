@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from protocols.fields import Budget, Record
 from rollout.environments.answer import Answer, End
-from rollout.environments.base import Context, Environment, EnvironmentFactory, Rewards, TurnResult, is_default
+from rollout.environments.base import Context, Environment, EnvironmentSource, Rewards, TurnResult, is_default
 from rollout.environments.bounded import Bounded, Stops
 from rollout.environments.checks import (
     check_environment,
@@ -47,9 +47,9 @@ class Guard:
     """
 
     def __init__(
-        self, name: str, make: EnvironmentFactory, *, vocab_size: int, budget: Budget, patience: Patience
+        self, name: str, source: EnvironmentSource, *, vocab_size: int, budget: Budget, patience: Patience
     ) -> None:
-        self._make = make
+        self._source = source
         self._vocab_size = vocab_size
         self._budget = budget
         self._patience = patience
@@ -148,7 +148,10 @@ class Guard:
         return self._budget.tool_deadline_s or self._patience.step_s
 
     async def _make_one(self, stops: Stops) -> Environment | End:
-        make = self._make
+        make = self._source
+        if isinstance(make, Environment):
+            self._environment = make
+            return make
         if isinstance(make, Isolated):
             # That a process has to start first is not the environment's fault.
             prepare = make.prepare

@@ -11,7 +11,7 @@ from typing import Any
 
 from protocols import fields
 from protocols.errors import BadRequest
-from rollout.environments.base import Environment, EnvironmentFactory, said_by
+from rollout.environments.base import Environment, EnvironmentFactory, EnvironmentSource, said_by
 from rollout.environments.checks import BadAnswer, check_class
 from rollout.environments.errors import describe
 from rollout.environments.isolated import Isolated
@@ -95,8 +95,8 @@ class Registry:
         lacking = () if self._tools else ("tools",)
         return tuple(sorted({*BUILT_IN, *self._plugins, *self._installed}.difference(lacking)))
 
-    def resolve(self, environment: fields.Environment, owner: Owner = NOBODY) -> EnvironmentFactory:
-        """What makes the environment of a trajectory, `owner`, of a submitted group.
+    def resolve(self, environment: fields.Environment, owner: Owner = NOBODY) -> EnvironmentSource:
+        """The environment of a trajectory, `owner`, of a submitted group, or what makes it.
 
         Raises BadRequest for a name that is unknown (the message lists the known ones) or cannot be imported.
         """
@@ -111,12 +111,12 @@ class Registry:
         says = said_by(self._plugins[name])
         return not any(callable(getattr(says, said, None)) for said in ("chat_roles", "tool_schemas"))
 
-    def _factory(self, environment: fields.Environment) -> EnvironmentFactory:
+    def _factory(self, environment: fields.Environment) -> EnvironmentSource:
         name = environment.name
         if name == "scripted":
-            return _scripted(environment.script)
+            return Scripted(environment.script)
         if name == "remote":
-            return _remote
+            return Remote()
         if name == "tools" and self._tools is not None:
             return self._tools
         if name == "tools":
@@ -171,17 +171,6 @@ class Registry:
             ) from error
         self._plugins[entry.name] = factory
         return factory
-
-
-def _scripted(script: Sequence[fields.ScriptedTurn]) -> EnvironmentFactory:
-    async def make() -> Scripted:
-        return Scripted(script)
-
-    return make
-
-
-async def _remote() -> Remote:
-    return Remote()
 
 
 def _load(spec: str) -> tuple[str, EnvironmentFactory]:

@@ -16,7 +16,7 @@ from protocols.replies import TurnDone
 from protocols.requests import Continue
 from rollout.chat.format import ChatFormat
 from rollout.environments.answer import Answer, End
-from rollout.environments.base import Context, EnvironmentFactory, Rewards, TextCodec
+from rollout.environments.base import Context, EnvironmentSource, Rewards, TextCodec
 from rollout.environments.deadline import Deadline
 from rollout.environments.guard import PATIENCE, Guard, Patience
 from rollout.generation.async_engine import AsyncEngine
@@ -35,7 +35,7 @@ CLOSE_S = 0.05
 
 
 class Rollout:
-    """Runs one trajectory. Made on the event loop. `environment` (Registry.resolve) is called inside `run`.
+    """Runs one trajectory. Made on the event loop. What makes its environment (Registry.resolve) is called inside `run`.
 
     on_turn gets each `TurnDone` of a `remote` trajectory; its `id` is empty, for the service to fill in.
     """
@@ -45,7 +45,7 @@ class Rollout:
         spec: TrajectorySpec,
         *,
         engine: AsyncEngine | KvGate,
-        environment: EnvironmentFactory,
+        environment: EnvironmentSource,
         model: ModelInfo,
         on_turn: Callable[[TurnDone], None],
         tokenizer: TextCodec | None = None,
