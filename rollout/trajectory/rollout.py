@@ -35,7 +35,7 @@ CLOSE_S = 0.05
 
 
 class Rollout:
-    """Runs one trajectory. Made on the event loop. What makes its environment (Registry.resolve) is called inside `run`.
+    """Runs one trajectory. Made on the event loop. What makes an environment (Registry.resolve) is called in `run`.
 
     on_turn gets each `TurnDone` of a `remote` trajectory; its `id` is empty, for the service to fill in.
     """
