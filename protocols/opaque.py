@@ -36,6 +36,8 @@ class OpaqueSpec:
         received = info.context if isinstance(info.context, Received) else None
         if not isinstance(value, dict):
             refuse(value.why if isinstance(value, Bad) else "must be a map")
+        if not value:
+            return {}
         plain = _Plain(received.limits if received else None, self._limit)
         copy = plain.copy(value, "", 1)
         assert isinstance(copy, dict)

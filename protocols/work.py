@@ -227,7 +227,7 @@ class Group(Value):
                 refuse("must not be empty where there are no messages", ".prompt")
             if self.tools:
                 refuse("belong to messages", ".tools")
-            if self.template != Template():
+            if self.template.options or self.template.may_branch:
                 refuse("belongs to messages", ".template")
         elif len(self.prompt) or self.prompt_source is not None:
             refuse("must be left out where there are messages", ".prompt" if len(self.prompt) else ".prompt_source")
