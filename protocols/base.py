@@ -7,11 +7,12 @@ references to blobs, and the receiver's limits apply. `Received`, passed as pyda
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import cache
 from reprlib import Repr
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Self, TypeVar, cast
 
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, GetCoreSchemaHandler, ValidationInfo, model_validator
@@ -177,6 +178,29 @@ class Value(BaseModel):
             return data
         return {name: value if type(value) in _PLAIN else _local(value) for name, value in data.items()}
 
+    @classmethod
+    def model_construct(cls, _fields_set: set[str] | None = None, **values: Any) -> Self:
+        """As pydantic's, for our own values that need no check: it asks every field for what none here has (an alias).
+
+        Raises TypeError for a field that is missing or unknown.
+        """
+        defaults, required, factories = _defaults(cls)
+        fields = {**defaults, **values}
+        if len(fields) > len(defaults) or not required <= values.keys():
+            wrong = (required - values.keys()) | (values.keys() - defaults.keys())
+            raise TypeError(f"{cls.__name__}: {', '.join(sorted(wrong))} missing or unknown")
+        for name, make in factories:
+            if name not in values:
+                fields[name] = make()
+        return _made(cls, fields, set(values) if _fields_set is None else _fields_set)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """As pydantic's, likewise. update: changed fields, which nothing checks."""
+        if deep:
+            return super().model_copy(update=update, deep=True)
+        changed = update or {}
+        return _made(type(self), {**self.__dict__, **changed}, self.__pydantic_fields_set__ | changed.keys())
+
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
             return NotImplemented
@@ -190,6 +214,31 @@ class Value(BaseModel):
         return f"{type(self).__name__}({', '.join(shown)})"
 
     __str__ = __repr__
+
+
+V = TypeVar("V", bound=Value)
+Defaults = tuple[dict[str, Any], frozenset[str], tuple[tuple[str, Callable[[], Any]], ...]]
+
+
+@cache
+def _defaults(kind: type[Value]) -> Defaults:
+    """All fields in order, at their defaults where those can be shared; which are required; what makes the rest."""
+    fields = kind.__pydantic_fields__.items()
+    required = frozenset(name for name, field in fields if field.is_required())
+    factories = tuple((name, cast(Any, field.default_factory)) for name, field in fields if field.default_factory)
+    return {name: field.default for name, field in fields}, required, factories
+
+
+def _made(kind: type[V], fields: dict[str, Any], given: set[str]) -> V:
+    made = kind.__new__(kind)
+    for slot, value in (
+        ("__dict__", fields),
+        ("__pydantic_fields_set__", given),
+        ("__pydantic_extra__", None),
+        ("__pydantic_private__", None),
+    ):
+        object.__setattr__(made, slot, value)
+    return made
 
 
 class _Brief(Repr):

@@ -44,11 +44,11 @@ def split(frames: Sequence[bytes | memoryview], chunk_bytes: int, *, number: int
     number: differs between all messages of a connection that are in parts at one time. message_id: the message's
     own. Nothing is copied: packets are views of `frames`.
     """
-    views = [memoryview(frame).cast("B") for frame in frames if len(frame)]
-    total = sum(view.nbytes for view in views)
+    total = sum(map(len, frames))
     if total <= chunk_bytes:
         yield Packet(list(frames), total)
         return
+    views = [memoryview(frame).cast("B") for frame in frames if len(frame)]
     sizes: np.ndarray | None = np.array([len(frame) for frame in frames], "<i8")
     offset = 0
     for pieces in _cut(views, chunk_bytes):

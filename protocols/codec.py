@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, TypeVar, cast, get_args
 
 import msgpack
@@ -45,21 +46,25 @@ REPLIES: dict[str, type[ReplyMessage]] = _by_type(Reply)
 def encode(message: Value) -> list[bytes | memoryview]:
     """Frames of a message (or of a part of one). The views are of the message's arrays: do not write to those."""
     blobs: list[bytes | memoryview] = []
-    describe = msgpack.Packer(buf_size=256).pack
 
     def pack(value: Any) -> Any:
-        if isinstance(value, Value):
+        if Value in type(value).__mro__:  # what isinstance would say, after several calls of pydantic's
             return vars(value)
         if isinstance(value, np.ndarray):
-            described = describe((len(blobs), value.dtype.str, value.shape))
             blobs.append(value.reshape(-1).view(np.uint8).data)
-            return msgpack.ExtType(ARRAY, described)
+            return _described(len(blobs) - 1, value.dtype, value.shape)
         if isinstance(value, np.generic):
             return value.item()
         raise TypeError(f"{type(value).__name__} cannot be sent")
 
     header = msgpack.packb(message, default=pack, buf_size=4096)
     return [header, *blobs]
+
+
+@lru_cache(maxsize=4096)
+def _described(index: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> msgpack.ExtType:
+    """Records of one batch have arrays of few lengths."""
+    return msgpack.ExtType(ARRAY, msgpack.packb((index, dtype.str, shape), buf_size=256))
 
 
 def fingerprint(value: Value) -> bytes:

@@ -42,8 +42,10 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Waiting:
+    """future: of whoever waits; once that was cancelled another one, which its end settles all the same."""
+
     request: Request
     future: asyncio.Future[Completion]
 
@@ -58,7 +60,7 @@ class AsyncEngine:
     def __init__(self, handle: EngineHandle) -> None:
         self._handle = handle
         self._outbox: list[Command] = []
-        self._ended: deque[tuple[asyncio.Future[Completion], Completion]] = deque()
+        self._ended: deque[tuple[_Waiting, Completion]] = deque()
         self._settling = Pace(self._settle_next)
         self._requests: dict[str, _Waiting] = {}
         self._holding: set[str] = set()
@@ -96,8 +98,9 @@ class AsyncEngine:
             self._holding.add(request.trajectory)
         self._post(Submit((request,)))
         try:
-            return await asyncio.shield(waiting.future)
+            return await waiting.future
         except asyncio.CancelledError:
+            waiting.future = self._loop.create_future()
             self.abort((request.id,), "abort_client")
             raise
 
@@ -197,7 +200,7 @@ class AsyncEngine:
             if (waiting := self._requests.pop(completion.request_id, None)) is None:
                 log.warning("a completion of the unknown request %s was dropped", completion.request_id)
             else:
-                self._ended.append((waiting.future, completion))
+                self._ended.append((waiting, completion))
         self._settling.wake()
         for weights in report.weights:
             self._take_weights(weights)
@@ -208,8 +211,9 @@ class AsyncEngine:
         """A step may end hundreds of turns, and each wakes a trajectory."""
         if not self._ended:
             return False
-        future, completion = self._ended.popleft()
-        future.set_result(completion)
+        waiting, completion = self._ended.popleft()
+        if not waiting.future.cancelled():
+            waiting.future.set_result(completion)
         return True
 
     def _take_weights(self, report: WeightsReport) -> None:
@@ -238,7 +242,8 @@ class AsyncEngine:
         self._outbox.clear()
         requests, self._requests = self._requests, {}
         for waiting in requests.values():
-            waiting.future.set_result(_dead(waiting.request, failure))
+            if not waiting.future.cancelled():
+                waiting.future.set_result(_dead(waiting.request, failure))
         for prepare in self._prepares.values():
             prepare.set_exception(EngineDead(failure.message))
         for commit in self._commits.values():

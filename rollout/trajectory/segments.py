@@ -52,15 +52,14 @@ class Segments:
     def values(self, turns: Sequence[Turn], *, trainable: bool, whole: bool) -> tuple[Segment, ...]:
         """turns: of the trajectory. A last one in which nothing was sampled says nothing new: left out, unless `whole`.
 
-        Raises ValidationError where two lengths disagree.
+        Raises ValueError where two lengths disagree.
         """
-        ends = [end for _, end in self._closed] + [len(turns)]
-        spans = zip(self._all(), [0, *ends], ends, strict=False)
-        return tuple(
-            tokens.segment(tuple(turns[start:end]), trainable=trainable)
-            for tokens, start, end in spans
-            if whole or end > start or not start
-        )
+        found, start = [], 0
+        for tokens, end in (*self._closed, (self.now, len(turns))):
+            if whole or end > start or not start:
+                found.append(tokens.segment(tuple(turns[start:end]), trainable=trainable))
+            start = end
+        return tuple(found)
 
     def _all(self) -> list[Tokens]:
         return [*(tokens for tokens, _ in self._closed), self.now]

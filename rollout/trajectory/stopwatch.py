@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from operator import attrgetter
 
 from engine.request import Times as EngineTimes
 from protocols.fields import Times
 
 ENGINE_PARTS = ("queue", "prefill", "decode", "preempted", "paused")
+_engine_parts = attrgetter(*ENGINE_PARTS)
 
 
 class Stopwatch:
@@ -24,7 +26,7 @@ class Stopwatch:
 
     @property
     def total(self) -> Times:
-        return Times(**self._seconds)
+        return Times.model_construct(None, **self._seconds)
 
     @property
     def wall_s(self) -> float:
@@ -41,14 +43,14 @@ class Stopwatch:
     def turn(self, engine: EngineTimes) -> Times:
         """Until now the engine had it."""
         lap = self._lap()
-        parts = {name: getattr(engine, name) for name in ENGINE_PARTS}
+        parts: dict[str, float] = dict(zip(ENGINE_PARTS, _engine_parts(engine), strict=True))
         claimed = sum(parts.values())
         if claimed > lap:
             parts = {name: seconds * lap / claimed for name, seconds in parts.items()}
         parts["queue"] += max(lap - claimed, 0.0)
         for name, seconds in parts.items():
             self._seconds[name] += seconds
-        return Times.model_construct(**parts)
+        return Times.model_construct(None, **parts)
 
     def tool(self) -> float:
         """Until now the environment had it. Returns the seconds."""

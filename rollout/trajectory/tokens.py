@@ -87,13 +87,15 @@ class Tokens:
             self._prompt_logprobs = completion.prompt_logprobs[self._modes[0]]
 
     def segment(self, turns: tuple[Turn, ...], *, trainable: bool) -> Segment:
-        """Raises ValidationError where two lengths disagree."""
+        """Raises ValueError where two lengths disagree. What the numbers are `fault` has looked at."""
         source = self._source.array()
-        return Segment(
+        is_sampled = source == SOURCE_SAMPLED
+        self._check(int(np.count_nonzero(is_sampled)), turns)
+        return Segment.model_construct(
             token_ids=self.ids,
             source=source,
             logprobs=self.logprobs,
-            loss_mask=((source == SOURCE_SAMPLED) & trainable).astype(np.uint8),
+            loss_mask=is_sampled.view(np.uint8) if trainable else np.zeros(len(source), np.uint8),
             weight_versions=np.array(self._weight_versions, np.int64).reshape(-1, 2),
             kv_versions=np.array(self._kv_versions, np.int64).reshape(-1, 2),
             turns=turns,
@@ -102,6 +104,25 @@ class Tokens:
             top_ids=np.concatenate([ids for ids, _ in self._top]) if self._top else None,
             top_logprobs=np.concatenate([logprobs for _, logprobs in self._top]) if self._top else None,
         )
+
+    def _check(self, sampled: int, turns: tuple[Turn, ...]) -> None:
+        length = self._ids.length
+        columns: tuple[_Column[Any], ...] = (self._source, *self._logprobs.values())
+        for column in columns:
+            if column.length != length:
+                raise ValueError(f"a column has {column.length} entries for {length} token_ids")
+        for runs in (self._weight_versions, self._kv_versions):
+            if sum(count for _, count in runs) != sampled:
+                raise ValueError(f"versions must count {sampled} sampled tokens in all: {runs}")
+        for ids, logprobs in self._top:
+            if ids.shape != logprobs.shape:
+                raise ValueError(f"alternatives are {list(ids.shape)}, their logprobs {list(logprobs.shape)}")
+        if self._top and sum(len(ids) for ids, _ in self._top) != sampled:
+            raise ValueError(f"alternatives must be of {sampled} sampled tokens")
+        if self._prompt_logprobs is not None and len(self._prompt_logprobs) > length:
+            raise ValueError(f"{len(self._prompt_logprobs)} prompt logprobs for {length} token_ids")
+        if turns and turns[-1].start + turns[-1].length > length:
+            raise ValueError(f"a turn lies outside of the segment's {length} tokens")
 
     def _extend(
         self,

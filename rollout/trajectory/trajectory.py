@@ -218,7 +218,7 @@ class Trajectory:
     def to_record(
         self, end: End, times: fields.Times, wall_s: float, rewards: Rewards, partial: fields.Partial | None = None
     ) -> Record:
-        """Raises ValidationError where two lengths disagree (the segment checks them; the rest is checked already)."""
+        """Raises ValueError where two lengths disagree (the segments check them; the rest is checked already)."""
         spec, group = self._spec, self._spec.group
         if (before := spec.before) is not None:
             times, wall_s = add_times(before.times, times), before.wall_s + wall_s

@@ -13,6 +13,7 @@ from protocols import BatchDone, Duplicate, Group, Record, SubmitBatch, Turn, Tu
 from protocols.requests import Cancel
 from rollout.client.ledger import REMEMBERED, Arrival, Item, Ledger, Submitted, weights_wait
 from rollout.client.waiting import Mailbox
+from tests.protocols import samples
 
 
 def submit(batch: str = "b", n: int = 3, **options: Any) -> SubmitBatch:
@@ -203,7 +204,8 @@ def test_any_history_delivers_each_record_once(history: list[tuple[str, int]]) -
 
 def record(name: str, status: str = "truncated") -> Record:
     reason = {"truncated": "length", "failed": "error"}[status]
-    return Record.model_construct(trajectory_id=name, group_id=name[0], status=status, finish_reason=reason)
+    said = {"trajectory_id": name, "group_id": name[0], "status": status, "finish_reason": reason}
+    return samples.record().model_copy(update=said)
 
 
 def tail(**wanted: Any) -> tuple[Ledger, Submitted]:

@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from protocols.fields import Environment, Group, Partial, Record, Template
+from protocols.fields import Environment, Group, Partial, Template
 from rollout.chat.messages import all_as_json
 from rollout.environments.base import Context, TurnResult
 from rollout.trajectory.context import context_of
 from rollout.trajectory.spec import TrajectorySpec
+from tests.protocols import samples
 from tests.rollout.build import MODEL, group, spec
 from tests.rollout.chat.tiny import chat, tokenizer
 
@@ -76,7 +77,7 @@ def test_a_conversation_that_goes_on_holds_what_was_said() -> None:
     texts = all_as_json(said)
     assert texts is not None
     partial = Partial(answered=True, messages=np.frombuffer(b"[" + b",".join(texts) + b"]", np.uint8))
-    before = Record.model_construct(partial=partial)
+    before = samples.record().model_copy(update={"partial": partial})
     context = told(spec(talk(), before=before), chat())
     assert context.chat is not None
     assert context.chat.messages == [USER, *said]
