@@ -12,6 +12,8 @@ T = TypeVar("T")
 
 TURN_S = 0.01
 """How long one turn of the loop may take while there is work left."""
+FIRST = 8
+"""Steps of the first burst of all: they take a tenth of a turn, say."""
 
 
 class Pace:
@@ -19,24 +21,26 @@ class Pace:
 
     What a step leads to (tasks that it starts or wakes) costs more than the step and comes a few turns after it. So
     the length of a burst follows from how long the loop takes to come round again, whatever it does meanwhile: it
-    grows by one a turn and is cut to its share at once.
+    doubles at most from turn to turn, and is cut to its share at once. What was learned stays: how long the loop takes
+    before the first burst after a rest says nothing of it.
     """
 
     def __init__(self, step: Callable[[], bool]) -> None:
         self._step = step
-        self._burst = 1
-        self._since = 0.0
+        self._burst = FIRST
+        self._since: float | None = None
         self._scheduled: asyncio.Handle | None = None
 
     def wake(self) -> None:
         if self._scheduled is None:
-            self._since = time.perf_counter()
+            self._since = None
             self._scheduled = asyncio.get_running_loop().call_soon(self._go)
 
     def _go(self) -> None:
-        now = time.perf_counter()
-        took, self._since = now - self._since, now
-        self._burst = max(1, min(self._burst + 1, int(self._burst * TURN_S / max(took, 1e-6))))
+        before, self._since = self._since, time.perf_counter()
+        if before is not None:
+            took = max(self._since - before, 1e-6)
+            self._burst = max(1, int(self._burst * min(2.0, TURN_S / took)))
         for _ in range(self._burst):
             if not self._step():
                 self._scheduled = None

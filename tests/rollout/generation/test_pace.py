@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from rollout.generation.pace import TURN_S, Lanes, Pace
+from rollout.generation.pace import FIRST, TURN_S, Lanes, Pace
 from tests.rollout.workers import on_loop, soon
 
 
@@ -49,8 +49,21 @@ async def test_cheap_steps_come_in_ever_longer_bursts() -> None:
 async def test_what_a_step_leads_to_shortens_the_bursts() -> None:
     steps = Steps(40, seconds=TURN_S / 2)
     await steps.run()
-    # Two fill a turn, and the third shows only afterwards that it was too much.
-    assert max(steps.bursts) <= 3
+    # Two fill a turn, and what is more shows only afterwards.
+    assert steps.bursts[0] == FIRST
+    assert max(steps.bursts[1:]) <= 3
+
+
+@on_loop
+async def test_what_was_learned_stays_however_long_the_loop_takes_before_the_next_wake_is_served() -> None:
+    steps = Steps(600)
+    await steps.run()
+    await soon(lambda: steps.pace._scheduled is None)
+    learned = steps.pace._burst
+    steps.left, steps.bursts = learned, []
+    asyncio.get_running_loop().call_soon(busy, 2 * TURN_S)
+    await steps.run()
+    assert steps.bursts == [learned]
 
 
 @on_loop
