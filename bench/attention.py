@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
+from bench.gpu_time import median_us
+from bench.measure import COPY_BANDWIDTH
 from bench.report_fields import clean, commit, device_name, versions, write
 from engine.attention.paged_step import choose_decode_kernel
 from engine.attention.shared import Runs, find_runs, no_runs
@@ -29,7 +31,6 @@ from engine.kernels.paged_decode import DecodeScratch
 
 HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 16
 BYTES_PER_TOKEN = 2 * KV_HEADS * DIM * 2
-COPY_BANDWIDTH = 4.2e12
 DEVICE = torch.device("cuda")
 
 
@@ -150,34 +151,14 @@ def replay_us(batch: Batch, call: Call) -> tuple[float, list[torch.Tensor]]:
         outputs = [call(i) for i in layers]
     for out in outputs:
         out.fill_(float("nan"))
-    times = []
-    for _ in range(12):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(outputs))
-    return float(np.median(times[2:])), outputs
-
-
-def eager_us(batch: Batch, call: Call) -> float:
-    times = []
-    for _ in range(12):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for i in range(len(batch.q)):
-            call(i)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(batch.q))
-    return float(np.median(times[2:]))
+    return median_us(graph.replay, len(outputs)), outputs
 
 
 def measure(batch: Batch, tokens: int, **candidates: Callable[[Batch], Call]) -> dict[str, float]:
     """tokens: whose KV has to be read at least."""
-    call = eager(batch)
-    row = {"floor": tokens * BYTES_PER_TOKEN / COPY_BANDWIDTH * 1e6, "eager": eager_us(batch, call)}
+    call, layers = eager(batch), range(len(batch.q))
+    eager_us = median_us(lambda: [call(i) for i in layers], len(layers))
+    row = {"floor": tokens * BYTES_PER_TOKEN / COPY_BANDWIDTH["NVIDIA H200"] * 1e6, "eager": eager_us}
     expected = call(0).flatten(1).double()
     for name, candidate in candidates.items():
         row[name], outputs = replay_us(batch, candidate(batch))

@@ -19,11 +19,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from bench.gpu_time import median_us
 from bench.make_model import SHAPES
 from engine.cuda.ops import CudaOps
 from engine.memory.memory import KVPool, Memory
@@ -33,7 +33,6 @@ from engine.weights.arena import Arena
 
 Call = Callable[[], Any]
 DEVICE = torch.device("cuda")
-REPLAYS = 12
 
 
 @dataclass(frozen=True)
@@ -64,15 +63,7 @@ def replay_us(calls: Sequence[Call]) -> tuple[float, list[Any]]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = [call() for call in calls]
-    times = []
-    for _ in range(REPLAYS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(calls))
-    return float(np.median(times[2:])), results
+    return median_us(graph.replay, len(calls)), results
 
 
 def op_calls(model: Model, ops: CudaOps, op: str, rows: int) -> list[Call]:

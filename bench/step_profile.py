@@ -1,4 +1,4 @@
-"""Where one decode step's time on the GPU goes: attention, linears, small kernels, sampling, copies, gaps.
+"""Where a step's time on the GPU goes: attention, linears, small kernels, sampling, copies, gaps.
 
     python -m bench.step_profile --weights DIR [--points 1x576 64x768 256x768] [--json FILE]
 
@@ -21,6 +21,7 @@ import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
+from bench.measure import model_name
 from bench.report_fields import clean, commit, device_name, versions, write
 from engine.config import EngineConfig
 from engine.request import Request, SamplingParams
@@ -138,7 +139,7 @@ def main() -> None:
         found.append({"kind": kind, "rows": rows, "context": context} | row)
     if args.json:
         where = {"device": device_name("cuda"), "commit": commit(), "clean": clean(), "versions": versions()}
-        write({"kind": "profile"} | where | {"model": args.weights.name, "points": found}, args.json)
+        write({"kind": "profile"} | where | {"model": model_name(loaded.model_config), "points": found}, args.json)
 
 
 if __name__ == "__main__":

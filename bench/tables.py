@@ -30,7 +30,9 @@ def summary(comparison: Comparison) -> str:
         rate = median(ours, metric)
         ratios = [f"{rate / peer:.2f}" if rate and peer else "" for peer in rates]
         through = median(worker, metric)
-        told = f"{number(through)} ({100 * (through / rate - 1):+.1f} %)" if through and rate else number(through)
+        told = number(through)
+        if ours and worker and through and rate and source(ours) == source(worker):
+            told += f" ({100 * (through / rate - 1):+.1f} %)"
         cells = [
             name,
             describe(workloads().get(name.split()[0])),
@@ -61,7 +63,7 @@ def details(comparison: Comparison) -> str:
             through = " over ZeroMQ" if result.get("driver") == "zmq" else ""
             timed = [_with_spread(result["metrics"].get(metric)) for metric in TIMED]
             derived = [number(median(result, "gb_s")), _percent(median(result, "floor_share"))]
-            rows.append([name, result["engine"] + through, *timed, *derived, source(result)])
+            rows.append([name, result["engine"] + through, *timed, *derived, source(result) + _runs(result)])
     return table(rows)
 
 
@@ -98,6 +100,12 @@ def _with_spread(metric: dict[str, Any] | None) -> str:
     runs = metric["runs"]
     spread = f" ({number(min(runs))} to {number(max(runs))})" if len(runs) > 1 else ""
     return number(metric["median"]) + spread
+
+
+def _runs(result: Result) -> str:
+    """That a result of ours is of one run alone."""
+    alone = len(result["metrics"]["output_tok_s"]["runs"]) == 1 and result.get("measured") == "here"
+    return ", one run" if alone else ""
 
 
 def source(result: Result) -> str:

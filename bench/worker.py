@@ -36,6 +36,7 @@ from bench.measure import (
 )
 from bench.report_fields import device_name
 from bench.workloads import Job, Workload, jobs
+from engine.config import BLOCK_SIZE
 from engine.model.config import ModelConfig, read_model_config
 from engine.start.build import DTYPES
 from rollout.client import AsyncBatch, AsyncRolloutClient, Environment, Group, Trajectory, TurnDone
@@ -58,6 +59,10 @@ class WorkerDriver:
 
     def __call__(self, workload: Workload, seed: int) -> Run:
         return asyncio.run(self._run(workload, seed))
+
+    def kv_tokens(self) -> int:
+        """What the worker's KV pool holds."""
+        return int(asyncio.run(self._client.status()).engine["blocks_total"]) * BLOCK_SIZE
 
     def close(self) -> None:
         asyncio.run(self._client.close())
@@ -152,6 +157,7 @@ def _measure(
 ) -> list[dict[str, Any]]:
     reads = Reads.of(model, DTYPES[args.dtype].itemsize)
     drive = WorkerDriver(AsyncRolloutClient(address, name="bench"), remote=args.turns == "continue", wait=args.wait)
+    settings |= {"kv_tokens": drive.kv_tokens()}
     results = []
     for work in works:
         result = record("rollout-worker", "zmq", work, model, args.device, args.dtype, settings, args.variant)
@@ -168,6 +174,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--turns", choices=["environment", "continue"], default="environment", help="who answers")
     options.add_argument("--wait", type=float, default=0.0, help="mean seconds that the environment takes to answer")
     args = parse(options, argv)
+    if args.address and (args.kv_tokens or args.max_running):
+        options.error("the engine of a worker that runs already is as it is: no --kv-tokens, no --max-running")
     model = read_model_config(args.weights)
     results = [result for works in by_prefix_cache(chosen(args)) for result in serve(works, args, model)]
     print(table(results))

@@ -26,6 +26,19 @@ def test_a_summary_compares() -> None:
     assert (row["GB/s"], row["share of the floor"]) == ("2,464", "58 %")
 
 
+def test_one_run_alone_is_named() -> None:
+    metrics = {"output_tok_s": {"median": 5.0, "runs": [5.0]}}
+    ours, peer = result("B", metrics=metrics), result("B", "vllm", metrics=metrics, measured="elsewhere")
+    first, second = rows(details(Comparison(GPU, "m", [ours, peer])))
+    assert (first["commit"], second["commit"]) == ("measured elsewhere", "0123456789, one run")
+
+
+def test_results_of_two_commits_are_not_set_against_each_other() -> None:
+    worker = result("A", driver="zmq", tok_s=297.0, commit="fedcba9876543210")
+    (row,) = rows(summary(Comparison(GPU, "m", [OURS, worker])))
+    assert row["over ZeroMQ"] == "297"
+
+
 def test_a_summary_leaves_empty_what_was_not_measured() -> None:
     found = rows(summary(Comparison(GPU, "m", [PEER, result("tail", tok_s=8000.0), result("G", driver="zmq")])))
     assert [row["workload"] for row in found] == ["A", "G", "tail"]

@@ -53,6 +53,11 @@ def test_a_running_worker_is_measured_and_written_down(address: str, tiny: Path,
         assert "trajectories_s" in results[1]["metrics"]
 
 
+def test_what_a_running_worker_cannot_change_is_refused(tiny: Path) -> None:
+    with pytest.raises(SystemExit):
+        main(["--weights", str(tiny), "--workload", "C", "--address", "tcp://127.0.0.1:1", "--kv-tokens", "2048"])
+
+
 def test_a_worker_is_started_where_none_is_named(tiny: Path, tmp_path: Path) -> None:
     options = ["--shrink", "128", "--runs", "1", "--max-step-tokens", "256", "--json-dir", str(tmp_path)]
     main(["--weights", str(tiny), "--workload", "code_localization", "--wait", "0.01", *options])
@@ -60,6 +65,7 @@ def test_a_worker_is_started_where_none_is_named(tiny: Path, tmp_path: Path) -> 
     result = json.loads(file.read_text())
     assert result["forced_length_ok"]
     assert result["settings"]["max_running"] == 128 // 8  # two sessions of eight samples
+    assert result["settings"]["kv_tokens"] > 0
     assert (result["settings"]["admission"], result["settings"]["wait"]) == ("whole", 0.01)
     assert result["counters"][0]["cached_prompt_tokens_total"] > 0
 
