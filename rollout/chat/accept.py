@@ -16,6 +16,7 @@ from rollout.chat.format import ChatFormat
 from rollout.chat.messages import checked_prompt, checked_tools, from_json
 from rollout.environments.base import said_by
 from rollout.environments.errors import describe
+from rollout.environments.line import Owner
 
 log = logging.getLogger(__name__)
 
@@ -33,11 +34,11 @@ class Said:
     tools: Sequence[Any]
 
 
-async def asked_in_time(submit: SubmitBatch, resolve: Resolve, aside: Aside) -> list[Said]:
+async def asked_in_time(submit: SubmitBatch, resolve: Resolve, aside: Aside, owner: Owner) -> list[Said]:
     """`ask` beside the event loop, for it may import and run others' code. Raises BadRequest like that, and where it
     takes longer than RENDER_S."""
     try:
-        return await aside.run(ask, submit, resolve)
+        return await aside.run(owner, ask, submit, resolve)
     except TimeoutError:
         names = ", ".join(sorted({group.environment.name for group in submit.groups}))
         raise BadRequest(
@@ -53,7 +54,9 @@ def ask(submit: SubmitBatch, resolve: Resolve) -> list[Said]:
     return [_at(i, _ask, group, resolve) for i, group in enumerate(submit.groups)]
 
 
-async def prompts_in_time(submit: SubmitBatch, chat: ChatFormat | None, said: Sequence[Said]) -> SubmitBatch:
+async def prompts_in_time(
+    submit: SubmitBatch, chat: ChatFormat | None, said: Sequence[Said], owner: Owner
+) -> SubmitBatch:
     """`with_prompts` beside the event loop. Raises BadRequest like that, and where it takes longer than RENDER_S."""
     at = next((i for i, group in enumerate(submit.groups) if group.messages is not None), None)
     if at is None:
@@ -63,7 +66,7 @@ async def prompts_in_time(submit: SubmitBatch, chat: ChatFormat | None, said: Se
             "the checkpoint has no chat template (or no tokenizer.json): send a prompt", field=f"groups[{at}].messages"
         )
     try:
-        return await chat.aside.run(with_prompts, submit, chat, said)
+        return await chat.aside.run(owner, with_prompts, submit, chat, said)
     except TimeoutError:
         raise BadRequest(
             f"to make prompts of these messages took longer than {RENDER_S:g} s: they are too long for one submit, or "

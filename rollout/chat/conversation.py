@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ from rollout.chat.errors import ChatError
 from rollout.chat.format import ChatFormat, Form, Suffix
 from rollout.chat.messages import Message, all_as_json, checked_messages
 from rollout.environments.base import Step, TurnResult
+from rollout.environments.line import NOBODY, Owner
 
 
 class SharedFormat(Protocol):
@@ -28,13 +30,22 @@ class Conversation:
     """
 
     def __init__(
-        self, form: Form, submitted: Sequence[Message], template: Template, said: Sequence[Message] = ()
+        self,
+        form: Form,
+        submitted: Sequence[Message],
+        template: Template,
+        said: Sequence[Message] = (),
+        owner: Owner = NOBODY,
     ) -> None:
-        """submitted: the messages that the prompt was made of. said: what followed, where the trajectory goes on."""
+        """submitted: the messages that the prompt was made of. said: what followed, where the trajectory goes on.
+
+        owner: for whom it is rendered.
+        """
         self.messages = [*submitted, *said]
         self.form = form
         self._begins = len(submitted)
         self._template = template
+        self._owner = owner
 
     @property
     def may_branch(self) -> bool:
@@ -56,7 +67,9 @@ class Conversation:
     def sent(self, share: Callable[[ChatFormat], SharedFormat]) -> Conversation:
         """The same, for another process: pickled it holds no tokenizer, but where that is shared."""
         submitted, said = self.messages[: self._begins], self.messages[self._begins :]
-        return _Sent(share(self.form.chat), self.form, submitted, self._template, said)
+        # Who holds the token of a session speaks for its client, and that process runs others' code.
+        owner = Owner(hashlib.sha256(self._owner.session.encode()).hexdigest())
+        return _Sent(share(self.form.chat), self.form, submitted, self._template, said, owner)
 
     def text(self, turn: TurnResult) -> str:
         """What the turn says, without the control token that ended it."""
@@ -85,7 +98,8 @@ class Conversation:
             self.messages.append(said)
             return Step(done=True, reward=reward, called=called)
         try:
-            branch, glue, suffix = await self.form.chat.aside.run(self._after, turn, [*self.messages, said], new)
+            past = [*self.messages, said]
+            branch, glue, suffix = await self.form.chat.aside.run(self._owner, self._after, turn, past, new)
         except TimeoutError:
             raise ChatError(f"the chat template did not come to an end within {RENDER_S:g} s") from None
         self.messages += (said, *new)
@@ -129,14 +143,15 @@ class _Sent(Conversation):
         submitted: Sequence[Message],
         template: Template,
         said: Sequence[Message],
+        owner: Owner,
     ) -> None:
-        super().__init__(form, submitted, template, said)
+        super().__init__(form, submitted, template, said, owner)
         self._shared = shared
 
     def __reduce__(self) -> tuple[Any, ...]:
         form, begins = self.form, self._begins
         split = self.messages[:begins], self.messages[begins:]
-        return _received, (self._shared, form.tools, form.options, *split, self._template)
+        return _received, (self._shared, form.tools, form.options, *split, self._template, self._owner)
 
 
 def _received(
@@ -146,5 +161,6 @@ def _received(
     submitted: Sequence[Message],
     said: Sequence[Message],
     template: Template,
+    owner: Owner,
 ) -> Conversation:
-    return Conversation(shared.get().form(tools, options), submitted, template, said)
+    return Conversation(shared.get().form(tools, options), submitted, template, said, owner)

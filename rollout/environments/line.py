@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -18,6 +18,9 @@ class Owner:
     session: str = ""
     batch: str = ""
     trajectory: str = ""
+
+
+NOBODY: Final = Owner()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

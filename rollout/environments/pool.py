@@ -13,16 +13,14 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from rollout.environments.errors import NoProcess, ProcessDied, Reported
-from rollout.environments.line import Line, Owner, Place
+from rollout.environments.line import NOBODY, Line, Owner, Place
 from rollout.environments.processes import Process
 from rollout.environments.stock import RETRY_S, Shared, Stock
 
-__all__ = ["NoProcess", "Owner", "Pool", "PoolStats", "ProcessDied", "Reported", "Shared"]
-
-NOBODY: Final = Owner()
+__all__ = ["NOBODY", "NoProcess", "Owner", "Pool", "PoolStats", "ProcessDied", "Reported", "Shared"]
 
 
 @dataclass(frozen=True, slots=True)

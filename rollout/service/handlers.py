@@ -13,6 +13,7 @@ from protocols.errors import EngineDead, Internal, NotReady, Overloaded, Paused,
 from protocols.replies import ErrorReply, Ok, Pong, ReplyMessage, Welcome, WorkerStatus
 from rollout.chat.accept import ask, asked_in_time, prompts_in_time
 from rollout.chat.aside import Aside
+from rollout.environments.line import Owner
 from rollout.service.checks import CAPABILITIES, check_submit, lacking
 from rollout.wire.outbox import Event
 from rollout.wire.sessions import Connection
@@ -111,9 +112,9 @@ class Handlers:
 
     async def _submit_aside(self, connection: Connection, request: requests.SubmitBatch) -> None:
         """To render thousands of messages takes a second: that is no time to stop everything else for."""
-        service = self._service
-        said = await asked_in_time(request, service.environments.resolve, self._asking)
-        rendered = await prompts_in_time(request, service.chat, said)
+        service, owner = self._service, Owner(connection.session.token)
+        said = await asked_in_time(request, service.environments.resolve, self._asking, owner)
+        rendered = await prompts_in_time(request, service.chat, said, owner)
         self._refuse_new_work()
         self._accept(connection, rendered)
 

@@ -10,6 +10,7 @@ from protocols.requests import Continue
 from rollout.chat.conversation import Conversation
 from rollout.chat.format import ChatFormat
 from rollout.environments.base import Context, TextCodec, TurnResult
+from rollout.environments.line import Owner
 from rollout.trajectory.spec import TrajectorySpec
 
 
@@ -25,7 +26,8 @@ def context_of(
     group, conversation = spec.group, None
     if chat is not None and group.messages is not None:
         form = chat.form(group.tools, group.template.options)
-        conversation = Conversation(form, copy.deepcopy(group.messages), group.template, spec.said)
+        owner = Owner(spec.session, spec.batch_id, spec.trajectory_id)
+        conversation = Conversation(form, copy.deepcopy(group.messages), group.template, spec.said, owner)
     return Context(
         trajectory_id=spec.trajectory_id,
         group_id=group.id,

@@ -25,6 +25,7 @@ from protocols.fields import Record
 from rollout.chat.aside import Aside
 from rollout.client import RolloutClient
 from rollout.environments.calls import Call, Raised
+from rollout.environments.line import NOBODY
 from rollout.metrics.gauges import Gauges
 from rollout.metrics.health import Health
 from rollout.metrics.observer import Observer, Round
@@ -169,7 +170,7 @@ async def raise_everywhere() -> None:
     del call
     aside = Aside()
     with pytest.raises(BadRequest):
-        await aside.run(on_thread)
+        await aside.run(NOBODY, on_thread)
     began = threading.Event()
 
     def endless() -> None:
@@ -177,7 +178,7 @@ async def raise_everywhere() -> None:
         while True:
             time.sleep(0.001)
 
-    task = asyncio.get_running_loop().create_task(aside.run(endless))
+    task = asyncio.get_running_loop().create_task(aside.run(NOBODY, endless))
     await asyncio.to_thread(began.wait)
     left = threads()
     task.cancel()

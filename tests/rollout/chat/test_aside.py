@@ -15,6 +15,7 @@ from rollout.chat import aside
 from rollout.chat.aside import PLACES, THREADS, Aside
 from rollout.client import RolloutClient
 from rollout.environments.base import Context, Environment, TurnResult
+from rollout.environments.line import NOBODY, Owner
 from rollout.tools.environment import ToolEnvironment
 from tests.rollout.chat.test_wire import Chatty, only, served
 from tests.rollout.chat.tiny import THINKING, chat
@@ -47,9 +48,9 @@ def test_it_returns_or_raises_what_the_function_does_and_the_loop_goes_on() -> N
             assert release.wait(10)
             return value, threading.current_thread().name
 
-        assert await here.run(work, 3) == (3, "environment")
+        assert await here.run(NOBODY, work, 3) == (3, "environment")
         with pytest.raises(ZeroDivisionError):
-            await here.run(divmod, 1, 0)
+            await here.run(NOBODY, divmod, 1, 0)
 
     run(body())
 
@@ -58,9 +59,9 @@ def test_what_takes_too_long_or_is_given_up_is_interrupted(monkeypatch: pytest.M
     async def body() -> None:
         monkeypatch.setattr(aside, "RENDER_S", 0.05)
         with pytest.raises(TimeoutError):
-            await Aside().run(for_ever)
+            await Aside().run(NOBODY, for_ever)
         monkeypatch.setattr(aside, "RENDER_S", 60.0)
-        given_up = asyncio.ensure_future(Aside().run(for_ever))
+        given_up = asyncio.ensure_future(Aside().run(NOBODY, for_ever))
         await asyncio.sleep(0)
         eventually(lambda: bool(threads()))
         given_up.cancel()
@@ -87,11 +88,11 @@ def test_few_are_at_it_at_once_and_one_that_does_not_end_gives_its_place(monkeyp
 
     async def body() -> None:
         here = Aside()
-        await asyncio.gather(*(here.run(work) for _ in range(20)))
+        await asyncio.gather(*(here.run(NOBODY, work) for _ in range(20)))
         assert most == PLACES
         stuck = threading.Event()
-        held = [asyncio.ensure_future(here.run(stuck.wait)) for _ in range(PLACES)]
-        await here.run(work)
+        held = [asyncio.ensure_future(here.run(NOBODY, stuck.wait)) for _ in range(PLACES)]
+        await here.run(NOBODY, work)
         assert not any(task.done() for task in held)
         stuck.set()
         assert await asyncio.gather(*held) == [True] * PLACES
@@ -105,7 +106,7 @@ def test_the_wait_for_a_place_is_no_part_of_the_time_that_it_may_take(monkeypatc
 
     async def body() -> None:
         here, began = Aside(), time.monotonic()
-        await asyncio.gather(*(here.run(time.sleep, 0.05) for _ in range(24)))
+        await asyncio.gather(*(here.run(NOBODY, time.sleep, 0.05) for _ in range(24)))
         assert time.monotonic() - began > 2 * aside.RENDER_S
 
     run(body())
@@ -116,33 +117,45 @@ def test_a_wait_for_a_place_can_be_given_up(monkeypatch: pytest.MonkeyPatch) -> 
 
     async def body() -> None:
         here, stuck = Aside(), threading.Event()
-        held = [asyncio.ensure_future(here.run(stuck.wait)) for _ in range(PLACES)]
+        held = [asyncio.ensure_future(here.run(NOBODY, stuck.wait)) for _ in range(PLACES)]
         await soon(lambda: len(threads()) == PLACES)
         begun: list[int] = []
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
-                await here.run(begun.append, 1)
+                await here.run(NOBODY, begun.append, 1)
         stuck.set()
         await asyncio.gather(*held)
-        await here.run(begun.append, 2)
+        await here.run(NOBODY, begun.append, 2)
         assert begun == [2]
 
     run(body())
 
 
-def test_many_that_do_not_end_are_no_more_threads_than_the_loop_can_bear(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_that_do_not_end_are_no_more_threads_than_the_loop_can_bear_and_wait_for_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(aside, "QUICK_S", 0.001)
 
     async def body() -> None:
         here, stuck = Aside(), threading.Event()
-        held = [asyncio.ensure_future(here.run(stuck.wait)) for _ in range(2 * THREADS)]
-        await soon(lambda: len(threads()) == THREADS)
-        await asyncio.sleep(0.05)
-        assert len(threads()) == THREADS
+        theirs = [Owner("a", trajectory=str(i)) for i in range(2 * THREADS)]
+        held = [asyncio.ensure_future(here.run(owner, stuck.wait)) for owner in theirs]
+        await soon(lambda: len(threads()) == THREADS - 1)
+        for _ in range(3):
+            assert await here.run(Owner("b"), len, "another's") == len("another's")
+        assert here._line.holds("a") == THREADS - 1
+        others = [asyncio.ensure_future(here.run(Owner(session), stuck.wait)) for session in "bc"]
+        await soon(lambda: here._free == 0)
+        assert len(threads()) <= THREADS + 1, "one may be about to end"
+        assert (here._line.holds("b"), here._line.holds("c")) == (1, 0)
+        others[0].cancel()
+        await soon(lambda: here._line.holds("c") == 1)
         for task in held[:THREADS]:
             task.cancel()
         stuck.set()
-        assert await asyncio.gather(*held[THREADS:]) == [True] * THREADS
+        assert await asyncio.gather(*held[THREADS:], others[1]) == [True] * (THREADS + 1)
+        assert here._free == THREADS
+        assert not len(here._line)
 
     run(body())
     eventually(lambda: not threads())
