@@ -24,15 +24,19 @@ PER_MULTIPROCESSOR = 2
 SHARED_BYTES = 228 * 1024
 """Of a multiprocessor of Hopper, of which the driver takes RESERVED_BYTES for each program."""
 RESERVED_BYTES = 1024
+LONE_RING_BYTES = 64 * 1024
+"""Of the ring, for a step of one row: the linears of one row read their weights ahead (`skinny_vector`), as far as
+attention leaves them room on its multiprocessors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the kernel is compiled for; see `tma_decode.cu`."""
+    """What the kernel is compiled for; see `tma_decode.cu`. lone: for steps of one row."""
 
     heads: int
     kv_heads: int
     dim: int
+    lone: bool = False
 
     @property
     def head_rows(self) -> int:
@@ -49,7 +53,8 @@ class Shape:
 
     @property
     def stages(self) -> int:
-        return (SHARED_BYTES // PER_MULTIPROCESSOR - RESERVED_BYTES - self.fixed_bytes) // self.stage_bytes
+        room = SHARED_BYTES // PER_MULTIPROCESSOR - RESERVED_BYTES - self.fixed_bytes
+        return min(room, LONE_RING_BYTES if self.lone else room) // self.stage_bytes
 
 
 class Arguments(ctypes.Structure):
@@ -90,7 +95,8 @@ def kernel(shape: Shape) -> Kernel:
 def prepare(heads: int, kv_heads: int, dim: int) -> None:
     """Compile and load ahead of the first call. Raises CudaError."""
     torch.cuda.synchronize()  # makes the context that kernels are loaded into
-    kernel(Shape(heads, kv_heads, dim))
+    for lone in (True, False):
+        kernel(Shape(heads, kv_heads, dim, lone))
 
 
 @lru_cache(maxsize=1024)
@@ -141,4 +147,4 @@ def paged_decode(
     )
     programs = (len(tables.streams) - 1) * kv_heads
     stream = torch.cuda.current_stream().cuda_stream
-    kernel(Shape(heads, kv_heads, dim)).launch(programs, stream, (*maps, arguments), (None, None, None))
+    kernel(Shape(heads, kv_heads, dim, rows == 1)).launch(programs, stream, (*maps, arguments), (None, None, None))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -41,6 +42,14 @@ def test_programs_share_a_multiprocessor_and_read_ahead(shape: Shape) -> None:
     assert (ring + shape.fixed_bytes + RESERVED_BYTES) * PER_MULTIPROCESSOR <= SHARED_BYTES
     assert shape.stages >= 2
     assert PER_MULTIPROCESSOR * ring >= 128 * 1024
+
+
+@pytest.mark.parametrize("shape", MODELS.values(), ids=MODELS)
+def test_a_lone_row_leaves_room_for_the_linear_behind_it(shape: Shape) -> None:
+    lone = replace(shape, lone=True)
+    assert 2 <= lone.stages <= shape.stages
+    used = (lone.stages * lone.stage_bytes + lone.fixed_bytes + RESERVED_BYTES) * PER_MULTIPROCESSOR
+    assert SHARED_BYTES - used >= SHARED_BYTES // 4
 
 
 @pytest.mark.parametrize("group", range(1, 9))
