@@ -1,8 +1,9 @@
 """Where a step's time on the GPU goes: attention, linears, small kernels, sampling, copies, gaps.
 
-    python -m bench.step_profile --weights DIR [--points 1x576 64x768 256x768] [--json FILE]
+    python -m bench.step_profile --weights DIR [--points 1x576 64x768 64x768+128 p1x512] [--json FILE]
 
-A point is rows x context; `p` before it is the prefill of these rows, in one step. Kernels are timed by torch's
+A point is rows x context; `+` behind it a prompt of so many tokens that comes with every step; `p` before it the
+prefill of these rows, in one step. Kernels are timed by torch's
 profiler over a few steps of the running engine, the step's length by the clock over others, without it; what the
 kernels do not fill are the gaps.
 """
@@ -14,6 +15,8 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -37,16 +40,33 @@ PARTS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Point:
+    """rows x context that decode, with a prompt of so many tokens in every step or none; or that are prefilled."""
+
+    kind: str
+    rows: int
+    context: int
+    prompt: int
+
+    @staticmethod
+    def of(text: str) -> Point:
+        shape, _, prompt = text.removeprefix("p").partition("+")
+        rows, context = map(int, shape.split("x"))
+        kind = "prefill" if text[0] == "p" else "mixed" if prompt else "decode"
+        return Point(kind, rows, context, int(prompt or 0))
+
+
 def part(name: str) -> str:
     return next((part for part, pattern in PARTS.items() if re.search(pattern, name)), "other")
 
 
-def submit(loaded: LoadedEngine, rows: int, context: int, name: str) -> None:
-    """Requests of `context` random ids, long enough for every step that is measured."""
+def submit(loaded: LoadedEngine, rows: int, context: int, name: str, tokens: int) -> None:
+    """Requests of `context` random ids that sample so many tokens."""
     for row in range(rows):
         ids = np.random.default_rng((len(name), row)).integers(0, loaded.model_config.vocab_size, context, np.int32)
         params = SamplingParams(seed=row)
-        loaded.engine.add(Request(f"{name}.{row}", ids, 4 * STEPS, params))
+        loaded.engine.add(Request(f"{name}.{row}", ids, tokens, params))
 
 
 def finish(loaded: LoadedEngine) -> None:
@@ -60,7 +80,7 @@ def decode(loaded: LoadedEngine, rows: int, context: int) -> Callable[[], None]:
     """Steps that only decode: called again and again, each call is one more of them."""
     engine = loaded.engine
     computed = engine.stats().computed_prompt_tokens_total
-    submit(loaded, rows, context, "decode")
+    submit(loaded, rows, context, "decode", 4 * STEPS)  # every step that is measured, and some
     while engine.stats().computed_prompt_tokens_total < computed + rows * context:
         engine.step()
     for _ in range(4):
@@ -72,13 +92,24 @@ def decode(loaded: LoadedEngine, rows: int, context: int) -> Callable[[], None]:
     return once
 
 
+def mixed(loaded: LoadedEngine, rows: int, context: int, prompt: int) -> Callable[[], None]:
+    """Steps that decode `rows` rows and prefill a prompt."""
+    step, number = decode(loaded, rows, context), count()
+
+    def once() -> None:
+        submit(loaded, 1, prompt, f"prompt {next(number)}", 1)
+        step()
+
+    return once
+
+
 def prefill(loaded: LoadedEngine, rows: int, context: int) -> Callable[[], None]:
     """A call is one step that prefills all rows."""
 
     def once() -> None:
-        submit(loaded, rows, context, "prefill")
-        loaded.engine.step()
-        finish(loaded)
+        submit(loaded, rows, context, "prefill", 1)
+        while loaded.engine.has_work:
+            loaded.engine.step()
 
     once()
     return once
@@ -114,29 +145,34 @@ def main() -> None:
     parser.add_argument(
         "--points",
         nargs="+",
-        default=["1x576", "8x320", "64x768", "256x768", "p1x512", "p16x1024"],
-        metavar="ROWSxCONTEXT",
+        default=["1x576", "8x320", "64x768", "256x768", "64x768+128", "64x768+1024", "p1x512", "p16x1024"],
+        metavar="[p]ROWSxCONTEXT[+PROMPT]",
     )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    points = [(point[0] == "p", *map(int, point.removeprefix("p").split("x"))) for point in args.points]
+    points = [Point.of(text) for text in args.points]
     config = EngineConfig(
-        max_running=max(rows for _, rows, _ in points),
+        max_running=max(point.rows for point in points) + 2,  # a prompt, and the one before it
         max_step_tokens=16384,
-        max_context=max(context for *_, context in points) + 8 * STEPS,
+        max_context=max(point.context for point in points) + 8 * STEPS,
         prefix_cache=False,
     )
     loaded = load_engine(args.weights, config, dtype="bfloat16", device="cuda")
     found = []
-    for is_prefill, rows, context in points:
-        if is_prefill:
-            row = measure(prefill(loaded, rows, context), 3)
+    for point in points:
+        if point.kind == "prefill":
+            row = measure(prefill(loaded, point.rows, point.context), 3)
+        elif point.kind == "mixed":
+            row = measure(mixed(loaded, point.rows, point.context, point.prompt), STEPS)
         else:
-            row = measure(decode(loaded, rows, context), STEPS)
-            finish(loaded)
-        kind = "prefill" if is_prefill else "decode"
-        print(f"{kind} {rows} x {context}: " + ", ".join(f"{name} {ms:.3f}" for name, ms in row.items()), flush=True)
-        found.append({"kind": kind, "rows": rows, "context": context} | row)
+            row = measure(decode(loaded, point.rows, point.context), STEPS)
+        finish(loaded)
+        print(
+            f"{point.kind} {point.rows} x {point.context} + {point.prompt}: "
+            + ", ".join(f"{name} {ms:.3f}" for name, ms in row.items()),
+            flush=True,
+        )
+        found.append(asdict(point) | row)
     if args.json:
         where = {"device": device_name("cuda"), "commit": commit(), "clean": clean(), "versions": versions()}
         write({"kind": "profile"} | where | {"model": model_name(loaded.model_config), "points": found}, args.json)

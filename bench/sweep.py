@@ -56,6 +56,7 @@ def profile(path: Path) -> str:
     rows = [["step", *("whole" if name == "step_ms" else name for name in names)]]
     for point in found["points"]:
         what = f"{point['kind']} {point['rows']} x {point['context']}"
+        what += f" + {prompt}" if (prompt := point.get("prompt")) else ""
         rows.append([what, *(f"{point[name]:.3f}" if name in point else "" for name in names)])
     return f"{found['model']} on {found['device']}, {source(found)}; milliseconds.\n\n{table(rows)}"
 

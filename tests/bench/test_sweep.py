@@ -39,12 +39,16 @@ def test_the_fastest_way_of_each_shape_stands_out(sweep: Path, tmp_path: Path) -
 
 def test_a_profile_names_the_parts_it_has(tmp_path: Path) -> None:
     point = {"kind": "decode", "rows": 64, "context": 768, "step_ms": 5.274, "attention": 2.007, "gaps": 0.225}
+    mixed = {"kind": "mixed", "rows": 64, "context": 768, "prompt": 128, "step_ms": 6.5, "gaps": 1.25}
     path = tmp_path / "profile.json"
-    path.write_text(json.dumps({"kind": "profile", "model": "qwen3-4b", "points": [point]} | WHERE | {"clean": False}))
+    path.write_text(
+        json.dumps({"kind": "profile", "model": "qwen3-4b", "points": [point, mixed]} | WHERE | {"clean": False})
+    )
     text = profile(path)
     assert "qwen3-4b on NVIDIA H200, 0123456789, not clean" in text
     assert "| step | whole | attention | gaps |" in text
     assert "| decode 64 x 768 | 5.274 | 2.007 | 0.225 |" in text
+    assert "| mixed 64 x 768 + 128 | 6.500 |  | 1.250 |" in text
 
 
 def test_the_report_puts_it_between_its_own_marks(sweep: Path, tmp_path: Path) -> None:
