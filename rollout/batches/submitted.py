@@ -80,6 +80,10 @@ class Batch:
     kept: dict[str, None] = field(default_factory=dict)
     cut: int = 0
     cut_tokens: int = 0
+    round: Round = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.round = Round(self.session.token, self.id, self.step, self.accepted)
 
     @property
     def key(self) -> Key:
@@ -94,10 +98,6 @@ class Batch:
         """record: what it had then."""
         self.cut += 1
         self.cut_tokens += sum(turn.length for segment in record.segments for turn in segment.turns)
-
-    @property
-    def round(self) -> Round:
-        return Round(self.session.token, self.id, self.step, self.accepted)
 
     def done(self) -> Event:
         message = BatchDone(
@@ -191,7 +191,7 @@ class SubmittedGroup:
 
     def done(self) -> Event:
         batch = self.batch
-        message = GroupDone(
+        message = GroupDone.model_construct(
             id=batch.submit_id,
             batch_id=batch.id,
             group_id=self.spec.id,
@@ -280,20 +280,16 @@ class Member:
 
     def may_retry(self, record: Record) -> bool:
         """Its attempt ended so: is another one allowed, wanted and in time?"""
-        seconds, failure = self.group.seconds, record.error
-        late = seconds is not None and time.monotonic() >= self.accepted + seconds
-        return (
-            record.status == "failed"
-            and failure is not None
-            and failure.code not in FINAL
-            and self.retries < self.batch.target.max_retries
-            and self.ending is None
-            and not self.forgotten
-            and not late
-        )
+        failure = record.error
+        if record.status != "failed" or failure is None or failure.code in FINAL:
+            return False
+        if self.retries >= self.batch.target.max_retries or self.ending is not None or self.forgotten:
+            return False
+        seconds = self.group.seconds
+        return seconds is None or time.monotonic() < self.accepted + seconds
 
     def done(self, record: Record) -> Event:
-        return Event(self.key, lambda: TrajectoryDone(id=self.batch.submit_id, record=record))
+        return Event(self.key, lambda: TrajectoryDone.model_construct(id=self.batch.submit_id, record=record))
 
     def turn(self, turn: TurnDone) -> Event:
         return Event(self.turn_key, lambda: turn.model_copy(update={"id": self.batch.submit_id}))

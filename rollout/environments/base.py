@@ -160,6 +160,8 @@ class Environment(ABC):
     """Roles of the messages that it appends to a conversation: a submit is refused where the chat template cannot."""
     stateless: ClassVar[bool] = False
     """`step` depends on the turn and what `reset` made, not on earlier turns: `reset` is enough to go on elsewhere."""
+    immediate: ClassVar[bool] = False
+    """`step` is a plain method that neither waits nor blocks: the worker calls it where it is, without a thread."""
     patient: ClassVar[bool] = False
     """`step` waits for the trainer, whose silence is no fault: only `Budget.tool_deadline_s` bounds it."""
 

@@ -17,6 +17,7 @@ from rollout.environments.errors import NoProcess, describe
 
 log = logging.getLogger(__name__)
 
+A = TypeVar("A")
 T = TypeVar("T")
 Stage = Literal["reset", "step", "snapshot", "finish", "close"]
 Stops = tuple[asyncio.Future[End], ...]
@@ -75,8 +76,19 @@ class Bounded:
         outcome = call.task.result()
         if isinstance(outcome, Raised):
             return self._raised(stage, outcome.error)
+        return self._checked(stage, outcome.value, check)
+
+    def now(self, stage: Stage, method: Callable[[A], Any], argument: A, check: Callable[[Any], T]) -> T | End:
+        """A call of what neither waits nor blocks."""
         try:
-            return check(outcome.value)
+            returned = method(argument)
+        except BaseException as error:
+            return self._raised(stage, error)
+        return self._checked(stage, returned, check)
+
+    def _checked(self, stage: Stage, returned: Any, check: Callable[[Any], T]) -> T | End:
+        try:
+            return check(returned)
         except BadAnswer as error:
             log.warning("%s: %s", self._name, error)
             return _failed(stage, Internal, str(error))

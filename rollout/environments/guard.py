@@ -166,6 +166,8 @@ class Guard:
 
     async def step(self, turn: TurnResult, stops: Stops) -> Answer | End:
         environment = self._made()
+        if environment.immediate:
+            return self._calls.now("step", environment.step, turn, self._check_step)
         within = self._budget.tool_deadline_s or (None if environment.patient else self._patience.step_s)
         late: asyncio.Future[None] | None = None
         if environment.patient:
@@ -179,7 +181,7 @@ class Guard:
                 "step",
                 lambda: environment.step,
                 (turn,),
-                lambda value: check_step(value, self._vocab_size),
+                self._check_step,
                 within,
                 stops,
                 late,
@@ -188,6 +190,9 @@ class Guard:
             if self._answer_by is not None:
                 self._answer_by.stop()
                 self._answer_by = None
+
+    def _check_step(self, returned: Any) -> Answer:
+        return check_step(returned, self._vocab_size)
 
     def part(self) -> None:
         """The trainer gets no questions until `rejoin`: that time counts in none of its deadlines."""

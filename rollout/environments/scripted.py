@@ -14,11 +14,12 @@ class Scripted(Environment):
     on_length = "continue"
     fixed_turns = True
     stateless = True
+    immediate = True
 
     def __init__(self, script: Sequence[ScriptedTurn]) -> None:
         self._script = script
 
-    async def step(self, turn: TurnResult) -> Step:
+    def step(self, turn: TurnResult) -> Step:
         if turn.index >= len(self._script):
             return Step(done=True)
         entry = self._script[turn.index]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from rollout.metrics.row import ROUND_AXIS
 
 PARTS = tuple(Times.model_fields)
 """What a trajectory waits for; the order of `OpenRound.times`."""
+_seconds = attrgetter(*PARTS)
 WHOLE: frozenset[Status] = frozenset(("completed", "truncated"))
 """Trajectories that ended by themselves: their lengths are those of the policy."""
 
@@ -62,15 +64,15 @@ class Rounds:
         counted.reasons[record.finish_reason] += 1
         counted.ended.append(now)
         counted.trained.add(record.group_id)
-        counted.times.append(tuple(getattr(record.times, part) for part in PARTS))
+        counted.times.append(_seconds(record.times))
         if record.status in WHOLE:
             counted.lengths.append(length)
             counted.turns.append(len(turns))
         elif record.finish_reason == "abort_surplus":
             counted.cut.append(length)
-        sampled = [int(run[0]) for segment in record.segments for run in segment.weight_versions if run[1]]
-        if sampled:
-            counted.staleness.append(version - min(sampled))
+        oldest = [run[0] for segment in record.segments for run in segment.weight_versions.tolist() if run[1]]
+        if oldest:
+            counted.staleness.append(version - min(oldest))
 
     def group_done(self, batch: Round, group_id: str, seconds: float) -> None:
         counted = self._of(batch)
@@ -114,7 +116,9 @@ class Rounds:
         return None
 
     def _of(self, batch: Round) -> OpenRound:
-        return self._open.setdefault(batch, OpenRound())
+        if (counted := self._open.get(batch)) is None:
+            counted = self._open[batch] = OpenRound()
+        return counted
 
 
 def _spread(name: str, values: list[int] | list[float], **wanted: int | None) -> dict[str, float]:

@@ -146,6 +146,34 @@ def test_nonsense_is_an_error_of_its_stage(returned: Any) -> None:
     run(main())
 
 
+@pytest.mark.parametrize("outcome", [Step(done=True), ValueError("boom"), SystemExit(1), None])
+def test_an_immediate_step_is_called_where_it_is_and_comes_back_as_a_value_too(outcome: Any) -> None:
+    class Quick(Environment):
+        immediate = True
+
+        def step(self, turn: TurnResult) -> Step:
+            called.append((threading.current_thread(), asyncio.current_task()))
+            if isinstance(outcome, BaseException):
+                raise outcome
+            return outcome  # type: ignore[no-any-return]
+
+    called: list[Any] = []
+
+    async def main() -> None:
+        guard = await opened(Quick)
+        found = await guard.step(TURN, ())
+        assert called == [(threading.current_thread(), asyncio.current_task())]
+        if isinstance(outcome, Step):
+            assert found == Answer(done=True)
+            return
+        assert isinstance(found, End)
+        assert found.failure is not None
+        assert (found.reason, found.failure.stage) == ("env_error", "step")
+        assert ("step returned None" if outcome is None else type(outcome).__name__) in found.failure.message
+
+    run(main())
+
+
 def test_a_tool_that_never_answers_costs_its_deadline_and_the_environment_can_still_score() -> None:
     async def main() -> None:
         fake = Fake(step=for_ever, finish=lambda _r: 0.25)
