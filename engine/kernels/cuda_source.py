@@ -11,6 +11,7 @@ import logging
 import os
 import tempfile
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -111,12 +112,21 @@ class Kernel:
         structure, of the bindings or of ctypes. Raises CudaError."""
         from cuda.bindings import driver
 
-        overlap = driver.CUlaunchAttribute()
-        overlap.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        overlap.value.programmaticStreamSerializationAllowed = 1
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = programs, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
-        config.sharedMemBytes, config.hStream = self.shared, driver.CUstream(stream)
-        config.attrs, config.numAttrs = [overlap], 1
+        config = _config(programs, self.threads, self.shared, stream)
         checked(driver.cuLaunchKernelEx(config, self.function, (values, types), 0))
+
+
+@lru_cache(maxsize=1024)
+def _config(programs: int, threads: int, shared: int, stream: int) -> Any:
+    """Of a launch. Kept: to make one takes longer than to launch."""
+    from cuda.bindings import driver
+
+    overlap = driver.CUlaunchAttribute()
+    overlap.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    overlap.value.programmaticStreamSerializationAllowed = 1
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = programs, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes, config.hStream = shared, driver.CUstream(stream)
+    config.attrs, config.numAttrs = [overlap], 1
+    return config
