@@ -66,7 +66,7 @@ class Received:
         if size != blob.nbytes:
             refuse(f"shape {list(ref.shape)} of {dtype.str} needs {size} bytes, blob {ref.index} has {blob.nbytes}")
         self.taken[ref.index] = 1
-        return np.frombuffer(blob, dtype).reshape(ref.shape)
+        return np.ndarray(ref.shape, dtype, blob)
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

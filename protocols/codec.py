@@ -203,22 +203,28 @@ def _salvage_id(frame: memoryview) -> str:
 
 
 def _map(pairs: list[tuple[Any, Any]]) -> dict[str, Any] | Bad:
+    result = {key: value for key, value in pairs if type(key) is str}
+    return result if len(result) == len(pairs) else _bad_map(pairs)
+
+
+def _bad_map(pairs: list[tuple[Any, Any]]) -> Bad:
+    seen: set[str] = set()
     for key, _ in pairs:
         if type(key) is not str:
             return Bad(f"key {str(key)[:32]} must be a string, not {type(key).__name__}")
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                return Bad(f"key {key[:64]!r} appears twice")
-            seen.add(key)
-    return result
+        if key in seen:
+            break
+        seen.add(key)
+    return Bad(f"key {key[:64]!r} appears twice")
 
 
 def _extension(code: int, payload: bytes) -> BlobRef | Bad:
-    if code != ARRAY:
-        return Bad(f"msgpack extension type {code} is unknown")
+    return _array(payload) if code == ARRAY else Bad(f"msgpack extension type {code} is unknown")
+
+
+@lru_cache(maxsize=4096)
+def _array(payload: bytes) -> BlobRef | Bad:
+    """What `_described` made, likewise of few kinds."""
     described = msgpack.unpackb(payload, raw=False, use_list=False)
     match described:
         case (int(index), str(dtype), tuple(shape)) if type(index) is int and all(type(n) is int for n in shape):

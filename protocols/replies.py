@@ -285,4 +285,4 @@ EVENTS = (TurnDone, TrajectoryDone, GroupDone, BatchDone, WeightsProgress, Chunk
 
 def is_event(message: ReplyMessage) -> bool:
     """Does the send window count this message? A reply in chunks counts too, as its chunks do."""
-    return isinstance(message, EVENTS)
+    return type(message) in EVENTS
