@@ -168,6 +168,11 @@ class Runs:
         """Of one that did not get as far as to make its own."""
         return self._untouched(member.spec(next(self._starts)), end)
 
+    def _unsent(self, member: Member, error: Exception) -> Record:
+        """Its record cannot be sent. Counted as what it is, it comes as one that failed, and says why."""
+        failure = Internal(f"its record cannot be sent: {type(error).__name__}: {error}", scope="trajectory").failure()
+        return self._record(member, End("error", failure=failure))
+
     def _ended(self, task: asyncio.Task[Record]) -> None:
         member = self._tasks.pop(task)
         # A rollout makes a record of everything; if it cannot, its group must still end.
@@ -214,7 +219,7 @@ class Runs:
                 self.forget(member)
             else:
                 self.results += 1
-                session.post(member.done(record))
+                session.post(member.done(record, functools.partial(self._unsent, member)))
             self._closed(group, tell=not member.forgotten)
             if enough:
                 self._cut(batch)

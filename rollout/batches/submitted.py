@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
@@ -288,8 +289,13 @@ class Member:
         seconds = self.group.seconds
         return seconds is None or time.monotonic() < self.accepted + seconds
 
-    def done(self, record: Record) -> Event:
-        return Event(self.key, lambda: TrajectoryDone.model_construct(id=self.batch.submit_id, record=record))
+    def done(self, record: Record, instead: Callable[[Exception], Record]) -> Event:
+        """instead: the record of one whose own cannot be sent."""
+
+        def message(record: Record) -> TrajectoryDone:
+            return TrajectoryDone.model_construct(id=self.batch.submit_id, record=record)
+
+        return Event(self.key, lambda: message(record), instead=lambda error: message(instead(error)))
 
     def turn(self, turn: TurnDone) -> Event:
         return Event(self.turn_key, lambda: turn.model_copy(update={"id": self.batch.submit_id}))

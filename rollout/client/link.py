@@ -15,6 +15,7 @@ from enum import Enum
 import zmq
 
 from protocols.errors import BadRequest
+from rollout.wire import multipart
 from rollout.wire.keys import is_key
 
 HEARTBEAT_IVL_MS = 1000
@@ -86,6 +87,7 @@ class Link:
         self._poller.register(wakeup.fileno(), zmq.POLLIN)
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
+        self._changed = False
 
     def open(self) -> None:
         """Begin to connect; libzmq tries again until somebody listens. `Change.UP` follows."""
@@ -132,7 +134,8 @@ class Link:
 
     def wait(self, seconds: float) -> None:
         """Until something arrives, somebody calls, or time is up."""
-        self._poller.poll(max(0, math.ceil(seconds * 1000)))
+        ready = self._poller.poll(max(0, math.ceil(seconds * 1000)))
+        self._changed = any(found is self._monitor for found, _ in ready)
         try:
             while self._wakeup.recv(4096):
                 pass
@@ -140,7 +143,8 @@ class Link:
             pass
 
     def changes(self) -> Iterator[Change]:
-        while self._monitor is not None:
+        """Those that the last `wait` found."""
+        while self._changed and self._monitor is not None:
             try:
                 data, _ = self._monitor.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -156,10 +160,10 @@ class Link:
         if self._socket is None:
             return None
         try:
-            return [frame.buffer for frame in self._socket.recv_multipart(zmq.NOBLOCK, copy=False)]
+            return [frame.buffer for frame in multipart.receive(self._socket)]
         except zmq.Again:
             return None
 
     def send(self, frames: Sequence[bytes | memoryview]) -> None:
         assert self._socket is not None
-        self._socket.send_multipart(frames, zmq.NOBLOCK)
+        multipart.send(self._socket, frames, copy=True)

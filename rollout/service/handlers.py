@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
@@ -206,7 +207,8 @@ class Handlers:
                 if reply is None:
                     return
                 if bulk:
-                    connection.sender.put(Event(("reply", request.id), lambda: reply))
+                    unsent = functools.partial(as_error_reply, request.id)
+                    connection.sender.put(Event(("reply", request.id), lambda: reply, instead=unsent))
                 else:
                     self._service.reply(connection.peer, reply)
 

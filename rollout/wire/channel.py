@@ -15,6 +15,7 @@ from pathlib import Path
 import zmq
 
 from rollout.wire.curve import CurveKeys
+from rollout.wire.multipart import receive, send
 
 BURST = 64
 """Messages read before other work on the loop gets its turn."""
@@ -77,7 +78,7 @@ class Channel:
     def send(self, peer: bytes, frames: Sequence[bytes | memoryview]) -> bool:
         """Hand a message over. False: there is no connection of that name, or nobody reads at its other end."""
         try:
-            self._socket.send_multipart([peer, *frames], zmq.DONTWAIT, copy=False)
+            send(self._socket, [peer, *frames], copy=False)
         except zmq.ZMQError as error:
             # The last: a last task ends after the socket was closed.
             if error.errno not in (errno.EHOSTUNREACH, zmq.EAGAIN, zmq.ENOTSOCK):
@@ -85,7 +86,7 @@ class Channel:
             return False
         finally:
             self._read_soon()
-        self.tx_bytes += sum(len(frame) for frame in frames)
+        self.tx_bytes += sum(map(len, frames))
         return True
 
     def close(self, linger: float) -> None:
@@ -113,10 +114,10 @@ class Channel:
             if self._fd is None:
                 return
             try:
-                peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                peer, *frames = receive(self._socket)
             except zmq.Again:
                 return
-            self.rx_bytes += sum(len(frame) for frame in frames)
+            self.rx_bytes += sum(map(len, frames))
             self._receive(peer.bytes, frames)
         self._read_soon()
 

@@ -18,6 +18,7 @@ Key = tuple[str, ...]
 class Event:
     """message: made when it is sent, so that arrays are encoded once and the id is the newest submit's.
 
+    instead: what goes out where that cannot be sent, for whoever waits for it. Without one there is nothing to tell.
     settled: nothing but the receipt is still missing. received: the present connection's client has it.
     end: position of its last byte among the connection's event bytes; None until all of it was sent.
     """
@@ -25,6 +26,7 @@ class Event:
     key: Key
     message: Callable[[], ReplyMessage]
     settled: Callable[[], bool] = lambda: False
+    instead: Callable[[Exception], ReplyMessage] | None = None
     received: bool = False
     dropped: bool = False
     end: int | None = None

@@ -89,7 +89,7 @@ class Sender:
         self._current = None
 
     def _pump_soon(self) -> None:
-        if self._scheduled is None and not self.closed and self.depth:
+        if self._scheduled is None and not self.closed and (self._queue or self._current is not None):
             self._scheduled = asyncio.get_running_loop().call_soon(self._pump)
 
     def _pump(self) -> None:
@@ -109,7 +109,8 @@ class Sender:
                 self._current.end = self.sent_bytes
                 self._in_flight.append(self._current)
                 self._current = None
-                self._land()  # a reply that counts for nothing is acknowledged by nobody
+                if not counted:
+                    self._land()  # a reply that counts for nothing is acknowledged by nobody
         self._pump_soon()
 
     def _load(self) -> bool:
@@ -119,17 +120,29 @@ class Sender:
             if event.dropped:
                 continue
             try:
-                self._packets.extend(self._cut(event.message()))
-            except Exception:
+                self._cut(event.message())
+            except Exception as error:
                 log.exception("event %s cannot be sent", event.key)
-                continue
+                if not self._cut_instead(event, error):
+                    continue
             self._current = event
             return True
         return False
 
-    def _cut(self, message: ReplyMessage) -> list[tuple[Packet, int]]:
+    def _cut_instead(self, event: Event, error: Exception) -> bool:
+        if event.instead is None:
+            return False
+        try:
+            self._cut(event.instead(error))
+        except Exception:
+            log.exception("nor can what was to stand for event %s", event.key)
+            return False
+        return True
+
+    def _cut(self, message: ReplyMessage) -> None:
+        frames = encode(message)
         self._messages += 1
-        packets = list(split(encode(message), self._chunk_bytes, number=self._messages, message_id=message.id))
+        packets = list(split(frames, self._chunk_bytes, number=self._messages, message_id=message.id))
         # The client counts events and chunks; a reply (`scored`) that fits into one packet is neither.
         counts = len(packets) > 1 or is_event(message)
-        return [(packet, packet.nbytes if counts else 0) for packet in packets]
+        self._packets.extend([(packet, packet.nbytes if counts else 0) for packet in packets])

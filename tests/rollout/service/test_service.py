@@ -10,8 +10,12 @@ import msgpack
 import numpy as np
 import pytest
 
-from protocols.fields import Limits
+from protocols.fields import Limits, Record
+from protocols.replies import Scored
+from protocols.requests import Score
+from rollout.service.score import Scorer
 from rollout.service.service import Service
+from rollout.trajectory.trajectory import Trajectory
 from tests.rollout.raw_client import RawClient, group, pack
 from tests.rollout.timed_engine import TimedEngine, reply_ids, reply_logprobs
 from tests.rollout.workers import WorkerProcess, eventually, served, worker
@@ -114,6 +118,41 @@ def test_a_fault_of_ours_is_internal_and_the_loop_goes_on(
         assert "ZeroDivisionError" in error["message"]
         assert works(client)
     assert "'s7' failed" in caplog.text
+
+
+def test_a_record_that_cannot_be_sent_comes_as_one_that_failed_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Trajectory.to_record
+
+    def spoilt(self: Trajectory, *args: Any, **kwargs: Any) -> Record:
+        record = made(self, *args, **kwargs)
+        bad = record.trajectory_id == "g.1" and record.status != "failed"
+        return record.model_copy(update={"purpose": object()}) if bad else record
+
+    monkeypatch.setattr(Trajectory, "to_record", spoilt)
+    with worker() as served, RawClient(served.address) as client:
+        client.hello()
+        client.call("submit", batch_id="b", groups=[group("g", n=3, metadata={"a": 1})])
+        records = {record["trajectory_id"]: record for record in (client.record() for _ in range(3))}
+        assert [records[f"g.{i}"]["status"] for i in range(3)] == ["truncated", "failed", "truncated"]
+        error = records["g.1"]["error"]
+        assert (error["code"], error["scope"]) == ("internal", "trajectory")
+        assert error["message"] == "its record cannot be sent: TypeError: object cannot be sent"
+        assert (records["g.1"]["metadata"], records["g.1"]["sample_index"]) == ({"a": 1}, 1)
+        assert client.event("batch_done")["batch_id"] == "b"
+        eventually(lambda: bool(served.call(lambda service: service.runs.results) == 0))
+        assert works(client)
+
+
+def test_scores_that_cannot_be_sent_are_an_error_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scored(_: Scorer, request: Score) -> Scored:
+        return Scored.model_construct(id=request.id, weight_version=0, logprobs={"raw": object()})
+
+    monkeypatch.setattr(Scorer, "score", scored)
+    with worker() as served, RawClient(served.address) as client:
+        client.hello()
+        error = client.call("score", id="s1", sequences=[np.arange(3, dtype=np.int32)])["error"]
+        assert (error["code"], error["message"]) == ("internal", "TypeError: object cannot be sent")
+        assert works(client)
 
 
 def valid_messages() -> list[list[bytes]]:

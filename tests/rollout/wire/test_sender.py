@@ -220,6 +220,28 @@ async def test_a_message_that_cannot_be_made_costs_only_itself(caplog: pytest.Lo
 
 
 @on_loop
+async def test_what_cannot_be_sent_is_stood_for_by_what_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    def unsendable() -> GroupDone:
+        return GroupDone.model_construct(id="a", batch_id="b", group_id=object(), counts={}, complete=True)
+
+    def instead(error: Exception) -> GroupDone:
+        return GroupDone(id="a", batch_id="b", group_id=str(error), counts={}, complete=False)
+
+    wire = Wire(10**6)
+    stood_for = Event(("group", "a"), unsendable, instead=instead)
+    wire.sender.put(stood_for)
+    wire.sender.put(Event(("group", "x"), unsendable, instead=lambda _: unsendable()))
+    wire.sender.put(done("b"))
+    await wire.settle()
+    assert wire.ids == ["a", "b"]
+    assert isinstance(wire.messages[0], GroupDone)
+    assert wire.messages[0].group_id == "object cannot be sent"
+    assert "nor can what was to stand for event ('group', 'x')" in caplog.text
+    wire.sender.received(wire.assembler.received_bytes)
+    assert stood_for.received
+
+
+@on_loop
 async def test_other_work_on_the_loop_gets_its_turn_in_a_long_queue() -> None:
     wire = Wire(10**9)
     for i in range(4 * BURST):
