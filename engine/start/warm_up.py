@@ -32,8 +32,9 @@ def warm_up(runner: Runner, limits: Limits, max_context: int, progress: Progress
 
 
 def largest_steps(limits: Limits, max_context: int) -> Iterator[StepPlan]:
-    """Few tokens in one row, scored, so that the head runs over as many; most tokens in one row, at the end of the longest context, all scored; most rows that
-    sample, filtered and not; decode rows beside a prefill of the rest of the tokens."""
+    """Few tokens in one row, scored, so that the head runs over as many; most tokens in one row, at the end of the
+    longest context, all scored; most rows that sample, filtered and not; decode rows beside a prefill of the rest of
+    the tokens."""
     for few in FEW_TOKENS:
         if few <= min(limits.max_tokens, max_context - 1):
             yield _plan([0], 0, [0], [few], SamplingParams(), scored=True)
