@@ -13,7 +13,7 @@ import pytest
 
 from protocols.fields import Environment, Record
 from rollout.chat.aside import PLACES, QUICK_S, RENDER_S, THREADS
-from rollout.chat.sandbox import BITS, LONGEST
+from rollout.chat.sizes import BITS, LONGEST
 from rollout.client import RolloutClient
 from rollout.environments.base import Environment as Base
 from rollout.environments.registry import Registry
@@ -115,5 +115,5 @@ def test_the_numbers_of_the_page() -> None:
     assert PLACES == 2
     assert "two at a\ntime" in TEXT
     assert f"up to {THREADS} in all" in TEXT
-    assert f"more than {LONGEST:,} characters" in TEXT
+    assert f"longer than {LONGEST:,} characters" in TEXT
     assert f"powers end at {BITS:,} bits" in TEXT
