@@ -12,7 +12,7 @@ import pytest
 
 from engine.request import Request
 from protocols.errors import BadRequest, PromptTooLong
-from protocols.fields import Group, ModelInfo
+from protocols.fields import Group, ModelInfo, Record, Truncation
 from rollout.chat import aside
 from rollout.chat.errors import ChatError
 from rollout.chat.format import ChatFormat
@@ -23,6 +23,7 @@ from rollout.environments.registry import Registry
 from rollout.service.service import Served
 from rollout.tools.environment import ToolEnvironment
 from rollout.tools.modules import environment_of
+from rollout.trajectory.segments import MAX_SEGMENTS
 from tests.rollout.chat.tiny import COUNTING, THINKING, chat, ids, tokenizer
 from tests.rollout.raw_client import RawClient
 from tests.rollout.timed_engine import VOCAB, TimedEngine
@@ -223,6 +224,45 @@ def test_a_conversation_goes_on_in_the_process_of_its_environment() -> None:
     assert len(there.turns) == 3
 
 
+class Talkative(Chatty):
+    """Never done."""
+
+    async def step(self, turn: TurnResult) -> Step:
+        assert self.context.chat is not None
+        return await self.context.chat.follow(turn, {"role": "user", "content": f"turn {turn.index}"})
+
+    async def finish(self, record: Record) -> float:
+        return float(len(record.segments))
+
+
+class TalkativeApart(Talkative):
+    isolation = "process"
+
+
+def test_a_conversation_that_branches_at_every_turn_ends_at_the_segment_limit_whole() -> None:
+    what = served(chat(COUNTING), talkative=Talkative, apart=TalkativeApart)
+    how: dict[str, Any] = {"messages": [USER], "on_unstable": "branch", "on_length": "continue", "max_tokens": 4}
+    with worker(TimedEngine(), what=what) as thread, RolloutClient(thread.address) as client:
+        groups = [client.group(environment=name, n=2, seed=5, **how) for name in ("talkative", "apart")]
+        short = client.group(environment="talkative", max_turns=MAX_SEGMENTS, **how)
+        ended = list(client.submit([*groups, short]))
+    (fits,) = (t for t in ended if t.group_id == short.id)
+    assert (fits.finish_reason, len(fits.segments), fits.reward) == ("max_turns", MAX_SEGMENTS, MAX_SEGMENTS)
+    at_limit = [t for t in ended if t.group_id != short.id]
+    assert len(at_limit) == 4
+    for t in at_limit:
+        assert (t.status, t.finish_reason, t.reward) == ("truncated", "length", MAX_SEGMENTS), t.error
+        assert t.truncation == Truncation(limit="max_segments", value=MAX_SEGMENTS)
+        assert [segment.loss_mask.sum() for segment in t.segments] == [4] * MAX_SEGMENTS
+        assert len(t.turns) == MAX_SEGMENTS
+        rendered = tokenizer().decode(t.segments[-1].token_ids[:-4])
+        assert f"user {2 * MAX_SEGMENTS - 1}: turn {MAX_SEGMENTS - 2}<|im_end|>" in rendered
+        assert rendered.endswith(f"assistant {2 * MAX_SEGMENTS}: ")
+    first, *others = at_limit
+    for other in others:
+        np.testing.assert_array_equal(other.token_ids, first.token_ids)
+
+
 class Later(TimedEngine):
     """First turns take no time, but that of "first", which ends a moment after the second one of another began."""
 
@@ -241,8 +281,8 @@ def everything(form: ChatFormat) -> Served:
     return served(form, modules=("tests.rollout.tools.sample_tools",), apart=Apart)
 
 
-def cut_in_a_second_turn(environment: str, **fields: Any) -> Trajectory:
-    with worker(Later(0.1), what=everything(chat())) as thread, RolloutClient(thread.address) as client:
+def cut_in_a_second_turn(environment: str, what: Served | None = None, **fields: Any) -> Trajectory:
+    with worker(Later(0.1), what=what or everything(chat())) as thread, RolloutClient(thread.address) as client:
         first = client.group([1, 2], id="a", trajectory_ids=["first"], max_tokens=4)
         batch = client.submit([first, talk(client, environment, **fields)], groups_needed=1, surplus="return")
         return next(t for t in batch if t.trajectory_id == "t")
@@ -280,6 +320,21 @@ def test_a_conversation_that_was_returned_goes_on_in_another_worker(environment:
     np.testing.assert_array_equal(done.source, whole.source)
     assert (done.finish_reason, done.sample_index, done.sampling.seed) == (whole.finish_reason, 0, 7)
     assert done.wall_s > cut.wall_s
+
+
+def test_one_that_was_returned_goes_on_to_the_segment_limit() -> None:
+    def made() -> Served:
+        return served(chat(COUNTING), talkative=Talkative)
+
+    cut = cut_in_a_second_turn("talkative", made(), on_unstable="branch")
+    assert (cut.resumable, len(cut.segments)) == (True, 2)
+    with worker(TimedEngine(), what=made()) as thread, RolloutClient(thread.address) as client:
+        (done,) = client.submit(resume=[cut])
+        (whole,) = client.submit(talk(client, "talkative", on_unstable="branch"))
+    for t in (done, whole):
+        assert t.truncation == Truncation(limit="max_segments", value=MAX_SEGMENTS), (t.finish_reason, t.error)
+        assert len(t.segments) == len(t.turns) == t.reward == MAX_SEGMENTS
+    np.testing.assert_array_equal(done.token_ids, whole.token_ids)
 
 
 def test_what_cannot_go_on_is_refused_by_name() -> None:
