@@ -72,7 +72,9 @@ class Core:
         self._numbers = itertools.count()
         self._pid = os.getpid()
         self._lock = threading.RLock()
+        self._acked: deque[str] = deque()
         self._commands: deque[tuple[Callable[[Loop], None], Future[Any] | None]] = deque()
+        self._woken = False  # else the I/O thread will look, also for what is asked for until it does
         self._ended: RolloutError | None = None
         self._waker, wakeup = socket.socketpair()
         self._waker.setblocking(False)
@@ -85,6 +87,7 @@ class Core:
             reconnect_timeout=reconnect_timeout,
             new_id=self.new_id,
             ack=lambda trajectory_id: self.ack([trajectory_id]),
+            acked=self._acked,
             published=self._publish,
             served=self._serve,
         )
@@ -158,7 +161,11 @@ class Core:
         return future
 
     def ack(self, trajectory_ids: Sequence[str]) -> None:
-        self._post_quietly(lambda loop: loop.acknowledge(list(trajectory_ids)))
+        """They leave a little later, with others."""
+        with self._lock:
+            self._acked.extend(trajectory_ids)
+            if len(self._acked) == len(trajectory_ids):  # else those before them have not been taken yet
+                self._post_quietly(lambda loop: loop.acknowledge_soon())
 
     def give_up(self, batch_id: str, mailbox: Mailbox[Item]) -> None:
         self._post_quietly(lambda loop: loop.give_up(batch_id, mailbox))
@@ -187,8 +194,10 @@ class Core:
         with self._lock:
             self.check_usable()
             self._commands.append((command, future))
-            with contextlib.suppress(BlockingIOError):  # enough bytes wait already
-                self._waker.send(b"\0")
+            if not self._woken:
+                self._woken = True
+                with contextlib.suppress(BlockingIOError):  # enough bytes wait already
+                    self._waker.send(b"\0")
 
     def _post_quietly(self, command: Callable[[Loop], None]) -> None:
         """For what has no meaning any more once the client is closed, and for finalizers."""
@@ -224,6 +233,7 @@ class Core:
         self._waker.close()
 
     def _obey(self, loop: Loop) -> None:
+        self._woken = False
         while self._commands:
             command, _ = self._commands[0]
             command(loop)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -16,7 +17,7 @@ from protocols.errors import BadRequest, Internal, RolloutError, Timeout, from_f
 from protocols.fields import Group
 from protocols.replies import ErrorReply, Ok, Pong, Reply, WeightsCommitted, Welcome, WorkerStatus, is_event
 from protocols.requests import AbortWeightsRequest, Cancel, PrepareWeightsRequest, RequestMessage, SubmitBatch
-from rollout.client.connection import Connection
+from rollout.client.connection import FOREVER, Connection
 from rollout.client.delivery import Delivery
 from rollout.client.ledger import Item, Ledger
 from rollout.client.link import Link
@@ -28,11 +29,15 @@ log = logging.getLogger(__name__)
 
 LATE_S = 10.0
 """Whoever waits so long for weights should know for which."""
+ACK_S = 0.005
+"""What is acknowledged within so long leaves in one message: one for each result would cost both ends as much again as
+the result, and most where many end at once."""
 
 
 class Loop:
-    """Every method runs on the I/O thread. published, served: called with each welcome, and with the version of the
-    weights whenever the worker says it, for other threads to read."""
+    """Every method runs on the I/O thread. acked: ids that other threads have acknowledged, of which `acknowledge_soon`
+    tells. published, served: called with each welcome, and with the version of the weights whenever the worker says
+    it, for other threads to read."""
 
     def __init__(
         self,
@@ -44,10 +49,13 @@ class Loop:
         reconnect_timeout: float,
         new_id: Callable[[], str],
         ack: Callable[[str], None],
+        acked: deque[str],
         published: Callable[[Welcome], None],
         served: Callable[[int], None],
     ) -> None:
         self._new_id = new_id
+        self._acked = acked
+        self._acks_at = FOREVER
         self._link = link
         self._reconnect_timeout = reconnect_timeout
         self._published = published
@@ -72,8 +80,9 @@ class Loop:
             obey()
             self._connection.advance()
             self._delivery.wake()
-            self._tick(time.monotonic())
-            self._flush(report=False)
+            now = time.monotonic()
+            self._tick(now)
+            self._flush(report=False, acks=now >= self._acks_at)
         if self._cancel_at_close:
             for batch in list(self._ledger.batches.values()):
                 self._delivery.give_up(batch.message.batch_id, batch.mailbox)
@@ -88,6 +97,7 @@ class Loop:
 
     def _next_deadline(self) -> float:
         return min(
+            self._acks_at,
             self._greeted.next_deadline(),
             self._connection.next_deadline(),
             self._pending.next_deadline(),
@@ -128,6 +138,7 @@ class Loop:
         if error is not None:
             fail(pending.future, error)
             return
+        self._take_acks()
         self._delivery.acknowledge(record.trajectory_id for record in message.partials)  # handed back, so taken over
         try:
             pending.batch = self._ledger.add(message, mailbox, auto_ack, resumed)
@@ -146,8 +157,8 @@ class Loop:
         else:
             self._greeted.add(future, timeout)
 
-    def acknowledge(self, trajectory_ids: list[str]) -> None:
-        self._delivery.acknowledge(trajectory_ids)
+    def acknowledge_soon(self) -> None:
+        self._acks_at = min(self._acks_at, time.monotonic() + ACK_S)
 
     def give_up(self, batch_id: str, mailbox: Mailbox[Item]) -> None:
         self._delivery.give_up(batch_id, mailbox)
@@ -299,6 +310,13 @@ class Loop:
         pending.sent_before = True
         self._connection.send_frames(pending.frames)
 
-    def _flush(self, *, report: bool) -> None:
+    def _take_acks(self) -> None:
+        self._acks_at = FOREVER
+        while self._acked:
+            self._delivery.acknowledge((self._acked.popleft(),))
+
+    def _flush(self, *, report: bool, acks: bool = True) -> None:
+        if acks:
+            self._take_acks()
         if self._connection.up:
             self._delivery.flush(self._connection.send, self._connection.received_bytes, report=report)

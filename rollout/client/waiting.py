@@ -48,8 +48,8 @@ async def arun(steps: Steps[T], timeout: float | None = None) -> T:
 
     limit = asyncio.timeout(timeout)
     try:
+        future = next(steps)
         async with limit:
-            future = next(steps)
             while True:
                 try:
                     value = await asyncio.wrap_future(future)

@@ -176,3 +176,27 @@ def test_lengths_that_differ_raise_and_only_in_their_batch(start: Start, connect
     assert worker.kinds().count("hello") == hellos
     bad.close()
     worker.wait_for(lambda: {"bad.0", "bad.2"} <= worker.acknowledged())
+
+
+def test_what_is_acknowledged_leaves_soon_by_itself_and_together(start: Start, connect: Connect) -> None:
+    worker = start()
+    client = connect(worker, timeout=100.0)  # no ping takes it along
+    group = client.group([1], n=200)
+    for _ in client.submit(group):
+        pass
+    worker.wait_for(lambda: worker.acknowledged() == set(group.trajectory_ids))
+    assert len([ack for ack in worker.of(Ack) if ack.trajectory_ids]) < 100
+
+
+def test_what_is_acknowledged_is_told_before_whatever_is_asked_next(
+    start: Start, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout.client.loop.ACK_S", 60.0)
+    worker = start()
+    client = connect(worker, timeout=100.0)
+    group = client.group([1], n=5)
+    for _ in range(2):  # the ids are free again at once
+        batch = client.submit(group)
+        assert [trajectory.trajectory_id for trajectory in batch] == list(group.trajectory_ids)
+        assert client.status().results_unacknowledged == 0
+    assert len([ack for ack in worker.of(Ack) if ack.trajectory_ids]) == 2
