@@ -50,6 +50,9 @@ NAMES: Final[dict[str, Meaning]] = {
         for part, text in _PARTS.items()
         for which in ("mean", "p95")
     },
+    "rollout/recomputed_ratio": Meaning(
+        "0 to 1", "of what a turn's predecessor had computed, in whole KV blocks, share that was computed again for it"
+    ),
     "rollout/staleness/mean": Meaning("versions", "serving at a trajectory's end, less the oldest it sampled under"),
     "rollout/staleness/max": Meaning("versions", "the same, most"),
     "rollout/self_logprob_abs_diff": Meaning(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import pairwise
 from operator import attrgetter
 
 import numpy as np
 
+from engine.config import BLOCK_SIZE
 from protocols.fields import Record, Status, Times, TrajectoryReason
 from rollout.metrics.observer import Round
 from rollout.metrics.row import ROUND_AXIS
@@ -26,6 +28,8 @@ class OpenRound:
 
     lengths, turns: of those in `WHOLE`. cut: lengths of those that ended as surplus. times: seconds, in the order of
     PARTS. staleness: of those with sampled tokens. ended: `time.monotonic()`. groups: seconds of the whole ones.
+    computed, lost: tokens before all turns that go on after another, of whose KV the other had filled whole blocks; of
+    those, how many were not in the prefix cache any more.
     """
 
     accepted: int = 0
@@ -38,6 +42,8 @@ class OpenRound:
     groups: list[float] = field(default_factory=list)
     trained: set[str] = field(default_factory=set)
     tokens: int = 0
+    computed: int = 0
+    lost: int = 0
     reasons: Counter[TrajectoryReason] = field(default_factory=Counter)
     statuses: Counter[Status] = field(default_factory=Counter)
 
@@ -65,6 +71,11 @@ class Rounds:
         counted.ended.append(now)
         counted.trained.add(record.group_id)
         counted.times.append(_seconds(record.times))
+        for segment in record.segments:
+            for before, turn in pairwise(segment.turns):
+                computed = (before.start + before.length - 1) // BLOCK_SIZE * BLOCK_SIZE  # the last token has no KV yet
+                counted.computed += computed
+                counted.lost += max(0, computed - turn.cached_tokens)
         if record.status in WHOLE:
             counted.lengths.append(length)
             counted.turns.append(len(turns))
@@ -103,6 +114,7 @@ class Rounds:
             **_spread("rollout/group_completion_time", counted.groups, mean=None, p90=90, max=100),
             **_times(counted.times),
             **_spread("rollout/staleness", counted.staleness, mean=None, max=100),
+            **({"rollout/recomputed_ratio": counted.lost / counted.computed} if counted.computed else {}),
             "rollout/nonfinite_count": counted.reasons["numerical_error"],
             "rollout/cut/count": len(counted.cut),
             **(_cut(counted) if counted.cut else {}),

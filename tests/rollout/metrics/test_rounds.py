@@ -47,6 +47,26 @@ def test_lengths_and_turns_are_of_those_that_ended_by_themselves() -> None:
     assert values["rollout/tokens_per_s"] == pytest.approx(3060), "the machine sampled all of them"
 
 
+def test_what_turns_after_the_first_had_computed_again() -> None:
+    """Two tokens, then 30: one block is full when the second turn comes, for the last token has no KV yet."""
+
+    def of(*cached: int) -> Record:
+        made = record("stop", (30, 1, 32))
+        (segment,) = made.segments
+        turns = tuple(
+            turn.model_copy(update={"cached_tokens": n}) for turn, n in zip(segment.turns, cached, strict=True)
+        )
+        return made.model_copy(update={"segments": (segment.model_copy(update={"turns": turns}),)})
+
+    name = "rollout/recomputed_ratio"
+    assert rolled((1.0, of(0, 16, 32)))[name] == 0
+    assert rolled((1.0, of(0, 16, 32)), (1.0, of(0, 0, 16)))[name] == pytest.approx(32 / 96)
+    assert rolled((1.0, of(0, 0, 0)))[name] == 1
+    two = record("stop", (30, 1))
+    apart = two.model_copy(update={"segments": (record("stop", (30,)).segments[0], record("stop", (9,)).segments[0])})
+    assert name not in rolled((1.0, record("stop", (30,))), (1.0, apart)), "nothing went on"
+
+
 def test_shares_of_status_and_reason() -> None:
     values = rolled(
         (1.0, record("stop")), (1.0, record("env_done")), (1.0, record("length")), (1.0, record("numerical_error", ()))
@@ -153,7 +173,8 @@ def test_a_round_of_nothing_but_failures_has_finite_numbers() -> None:
 
 
 def test_every_name_is_one_of_the_table() -> None:
-    values = rolled((1.0, record()), (1.0, record("abort_surplus")), (1.0, record("numerical_error")), groups=(1.0,))
+    several = record(lengths=(30, 2))
+    values = rolled((1.0, several), (1.0, record("abort_surplus")), (1.0, record("numerical_error")), groups=(1.0,))
     known = {name for name in NAMES if name.startswith("rollout/")} | {"rollout/step"}
     found = {f"{FINISH}<reason>" if name.startswith(FINISH) else name for name in values}
     assert found == known - {"rollout/self_logprob_abs_diff"}
