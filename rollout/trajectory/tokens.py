@@ -22,6 +22,7 @@ class Tokens:
         self._ids = _Column(np.dtype(np.int32))
         self._source = _Column(np.dtype(np.uint8))
         self._sampled = _Column(np.dtype(np.bool_))
+        self._any_sampled = False
         self._logprobs = {mode: _Column(np.dtype(np.float32)) for mode in modes}
         self._weight_versions: list[tuple[int, int]] = []
         self._kv_versions: list[tuple[int, int]] = []
@@ -42,9 +43,9 @@ class Tokens:
         return self._logprobs[self._modes[0]].array()
 
     @property
-    def sampled(self) -> BoolArray:
-        """bool[L], read-only: what presence and frequency penalties count."""
-        return self._sampled.array()
+    def sampled(self) -> BoolArray | None:
+        """bool[L], read-only: what presence and frequency penalties count. None where nothing is."""
+        return self._sampled.array() if self._any_sampled else None
 
     @property
     def oldest_version(self) -> int | None:
@@ -54,8 +55,10 @@ class Tokens:
     def add_prompt(self, ids: IntArray, source: npt.NDArray[np.uint8] | None) -> None:
         """Tokens of a resumed prompt that were sampled elsewhere count in the penalties and not in the loss."""
         if source is None:
-            source = np.full(len(ids), SOURCE_PROMPT, np.uint8)
+            self.add(ids, SOURCE_PROMPT)
+            return
         elsewhere = source == SOURCE_SAMPLED
+        self._any_sampled = bool(elsewhere.any())
         self._extend(ids, np.where(elsewhere, np.uint8(SOURCE_PREFIX), source), elsewhere)
 
     def restore(self, segment: Segment) -> None:
@@ -64,7 +67,9 @@ class Tokens:
         source = segment.source[begin:]
         logprobs = {self._modes[0]: segment.logprobs[begin:]}
         logprobs |= {mode: array[begin:] for mode, array in segment.more_logprobs.items()}
-        self._extend(segment.token_ids[begin:], source, source == SOURCE_SAMPLED, logprobs)
+        sampled = source == SOURCE_SAMPLED
+        self._any_sampled |= bool(sampled.any())
+        self._extend(segment.token_ids[begin:], source, sampled, logprobs)
         _add_runs(self._weight_versions, segment.weight_versions.tolist())
         _add_runs(self._kv_versions, segment.kv_versions.tolist())
         if segment.top_ids is not None and segment.top_logprobs is not None:
@@ -77,6 +82,7 @@ class Tokens:
     def add_sampled(self, completion: Completion) -> None:
         """`completion` has passed `fault`."""
         if count := len(completion.token_ids):
+            self._any_sampled = True
             source = np.full(count, SOURCE_SAMPLED, np.uint8)
             self._extend(completion.token_ids, source, np.ones(count, np.bool_), completion.logprobs)
         _add_runs(self._weight_versions, completion.weight_versions)
@@ -177,7 +183,12 @@ class _Column(Generic[Scalar]):
         self.length = 0
 
     def extend(self, part: npt.NDArray[Any]) -> None:
-        self._parts.append(part)
+        if self.length:
+            self._parts.append(part)
+        else:  # a prompt is not copied: it is a view of what was received
+            first = part.view()
+            first.flags.writeable = False
+            self._parts = [first]
         self.length += len(part)
 
     def array(self) -> npt.NDArray[Scalar]:

@@ -140,7 +140,7 @@ def test_a_segment_that_had_only_begun_is_taken_up_too() -> None:
     again = segments()
     again.restore(values(s, turn(0, 2, 1), whole=True))
     assert (again.index, again.now.ids.tolist()) == (1, [10, 40])
-    assert not again.now.sampled.any()
+    assert again.now.sampled is None
 
 
 def test_what_a_prompt_had_sampled_elsewhere_is_counted_and_not_trained_on() -> None:

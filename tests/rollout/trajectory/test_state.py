@@ -24,7 +24,7 @@ from protocols.replies import TrajectoryDone, TurnDone
 from protocols.requests import Continue, SubmitBatch
 from rollout.batches.partials import check_partials
 from rollout.chat.accept import ask, with_prompts
-from rollout.environments.base import Context, Environment, EnvironmentFactory, Step, TurnResult
+from rollout.environments.base import Context, Environment, EnvironmentSource, Step, TurnResult
 from rollout.environments.registry import Registry
 from rollout.generation.async_engine import AsyncEngine
 from rollout.tools.environment import Episode
@@ -53,9 +53,8 @@ PHRASES = [
 
 def replies(request: Request) -> tuple[list[int], np.ndarray]:
     """The rest of a turn and its logprobs, a function of the turn's context, the seeds and the segment alone."""
-    assert request.sampled is not None
     length = len(request.token_ids)
-    start = int(np.flatnonzero(~request.sampled)[-1]) + 1
+    start = length if request.sampled is None else int(np.flatnonzero(~request.sampled)[-1]) + 1
     params = request.params
     key = f"{request.token_ids[:start].tolist()} {params.seed} {params.sample_index} {params.segment}"
     noise = zlib.crc32(key.encode())
@@ -200,12 +199,12 @@ class Worker:
     def __init__(self, case: Case, registry: Registry | None = None) -> None:
         self.case, self.form, self.registry = case, form(case.jinja), registry
 
-    def resolve(self, environment: Asked) -> EnvironmentFactory:
+    def resolve(self, environment: Asked) -> EnvironmentSource:
         if environment.name in ("scripted", "remote"):
             return Registry({}).resolve(environment)
         if self.registry is not None:
             return self.registry.resolve(Asked(name=self.case.make.__name__))
-        made: EnvironmentFactory = self.case.make
+        made: EnvironmentSource = self.case.make
         return made
 
     def accepted(self, group: Group, before: Record | None = None) -> Group:

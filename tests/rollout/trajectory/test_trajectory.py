@@ -103,8 +103,7 @@ def test_a_turn_asks_the_engine_for_the_whole_sequence() -> None:
     assert first.stop.strings == ("Ende ä".encode(),)
     assert first.logprob_modes == ("raw", "processed")
     assert (first.top_logprobs, first.prompt_logprobs, first.max_tokens) == (2, True, 8)
-    assert first.sampled is not None
-    assert not first.sampled.any()
+    assert first.sampled is None
     expected = SamplingParams(
         temperature=0.5,
         top_k=3,
@@ -570,7 +569,7 @@ def test_a_branch_is_asked_for_as_a_new_sequence_with_noise_of_its_own() -> None
     assert branched(t, 50, 51) is None
     request = t.request()
     assert request.token_ids.tolist() == [50, 51]
-    assert not request.sampled.any()
+    assert request.sampled is None
     assert (request.params.segment, request.id[-2:]) == (1, "/1")
 
 
