@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copyreg
+import dataclasses
 import io
 import multiprocessing.connection
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
+from operator import attrgetter
 from queue import SimpleQueue
 from types import MappingProxyType
 from typing import Any, TypeVar
+
+from engine.request import Completion, Request, SamplingParams, StopRule, Times
 
 T = TypeVar("T")
 
@@ -19,9 +23,19 @@ def read_only(mapping: dict[Any, Any]) -> Mapping[Any, Any]:
     return MappingProxyType(mapping)
 
 
+def _by_fields(kind: type[Any]) -> Callable[[Any], tuple[type[Any], tuple[Any, ...]]]:
+    """Reduces a dataclass of several fields to a call of its class; its own way is Python code for each field."""
+    fields = attrgetter(*(field.name for field in dataclasses.fields(kind)))
+    return lambda value: (kind, fields(value))
+
+
 class _Pickler(pickle.Pickler):
     # Read-only mappings, which requests hold, are refused by pickle.
-    dispatch_table = copyreg.dispatch_table | {MappingProxyType: lambda view: (read_only, (dict(view),))}
+    dispatch_table = (
+        copyreg.dispatch_table
+        | {MappingProxyType: lambda view: (read_only, (dict(view),))}
+        | {kind: _by_fields(kind) for kind in (Request, SamplingParams, StopRule, Completion, Times)}
+    )
 
 
 class Pipe:
