@@ -28,8 +28,7 @@ def check_groups(groups: Sequence[Group], welcome: Welcome) -> None:
         if group.messages is None:
             check_ids(group.prompt, welcome, f"groups[{i}].prompt")
         for field, value, name in _opaque(group):
-            size, limit = len(msgpack.packb(value)), getattr(limits, name)
-            if size > limit:
+            if value and (size := len(msgpack.packb(value))) > (limit := getattr(limits, name)):
                 raise BadRequest(f"has {size} bytes, more than {name}, {limit}", field=f"groups[{i}].{field}")
 
 
@@ -48,7 +47,7 @@ def check_ids(ids: npt.NDArray[np.int32], welcome: Welcome, field: str) -> None:
     vocab, context = welcome.model.vocab_size, welcome.model.max_context
     if len(ids) >= context:
         raise PromptTooLong(f"{len(ids)} tokens leave no room in the worker's --max-context, {context}", field=field)
-    if int(ids.min()) < 0 or int(ids.max()) >= vocab:
+    if ids.view(np.uint32).max() >= vocab:  # as a negative one is, too
         raise BadRequest(f"ids lie in [0, {vocab}), found {ids.min()} .. {ids.max()}", field=field)
 
 

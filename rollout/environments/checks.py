@@ -181,8 +181,10 @@ def _ids(value: Any, name: str, vocab_size: int) -> IntArray | None:
 
 def outside_of(ids: np.ndarray, vocab_size: int) -> int | None:
     """Position of the first id that the model does not have."""
-    bad = (ids < 0) | (ids >= vocab_size)
-    return int(np.argmax(bad)) if bad.any() else None
+    unsigned = ids.view(ids.dtype.str.replace("i", "u"))  # in which a negative one is large
+    if not len(ids) or unsigned.max() < vocab_size:
+        return None
+    return int(np.argmax(unsigned >= vocab_size))
 
 
 def _kind(value: Any) -> str:
