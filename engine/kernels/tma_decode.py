@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,9 @@ class Shape:
     def stages(self) -> int:
         room = SHARED_BYTES // PER_MULTIPROCESSOR - RESERVED_BYTES - self.fixed_bytes
         return min(room, LONE_RING_BYTES if self.lone else room) // self.stage_bytes
+
+
+ARRAYS = attrgetter(*Tables.names())
 
 
 class Arguments(ctypes.Structure):
@@ -138,9 +142,8 @@ def paged_decode(
     rows, heads, dim = q.shape
     blocks, _, kv_heads, _ = keys.shape
     maps = [tensor_map(pool.data_ptr(), blocks * PAGE, kv_heads, dim) for pool in (keys, values)]
-    arrays = (getattr(tables, name) for name in Tables.names())
     arguments = Arguments(
-        *(a.data_ptr() for a in (*arrays, block_ids, q, out, scratch.out, scratch.stats, scratch.arrived)),
+        *(a.data_ptr() for a in (*ARRAYS(tables), block_ids, q, out, scratch.out, scratch.stats, scratch.arrived)),
         rows,
         MEMBERS if len(tables.members) else 1,
         dim**-0.5 * 1.4426950408889634,
