@@ -129,10 +129,15 @@ def sample_pieces_kernel(
     z = tl.where(live & (tl.abs(z) < float("inf")), z, float("-inf"))
     largest = tl.max(z)
     largest = tl.where(largest == float("-inf"), 0.0, largest)
-    scaled = tl.div_rn(z - largest, tl.full(z.shape, 0.0, tl.float32) + t)
+    scaled = z - largest
+    raw_sum = tl.sum(tl.exp(scaled))
+    total = raw_sum
+    if t != 1.0:  # most rows are drawn at 1: a division and an exponential less for each id
+        scaled = tl.div_rn(scaled, tl.full(z.shape, 0.0, tl.float32) + t)
+        total = tl.sum(tl.exp(scaled))
     tl.store(part + LARGEST * pieces, largest)
-    tl.store(part + SUM * pieces, tl.sum(tl.exp(scaled)))
-    tl.store(part + RAW_SUM * pieces, tl.sum(tl.exp(z - largest)))
+    tl.store(part + SUM * pieces, total)
+    tl.store(part + RAW_SUM * pieces, raw_sum)
 
     if SPECIAL:
         z = tl.load(edited + row * vocab + ids, mask=live, other=float("-inf"))
