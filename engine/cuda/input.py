@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.shared import MEMBERS, Runs, find_runs, no_runs
-from engine.attention.split import capacity, most_runs
+from engine.attention.split import LEAST_SAVED, capacity, most_runs
 from engine.attention.tables import Layout, Tables, lay_out
 from engine.config import BLOCK_SIZE
 from engine.cuda.sampler import StepLaw
@@ -178,7 +178,7 @@ class CudaInput:
         slots = plan.slots[: plan.num_decode]
         if most != self._shared.most or not np.array_equal(slots, self._shared.slots):
             runs = find_runs(plan.block_indptr[: plan.num_decode + 1], plan.block_ids, most)
-            self._shared = Shared(slots.copy(), most, runs)
+            self._shared = Shared(slots.copy(), most, runs if runs.saved >= LEAST_SAVED else no_runs(len(slots)))
         return self._shared.runs
 
     def _copy(self, ring: int, end: int) -> None:

@@ -244,6 +244,7 @@ def test_rows_that_read_their_prompt_together_are_near_rows_that_read_it_alone(
     qwen3: Path, decode_path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two groups and three rows of their own, in the same batches: only who reads the shared blocks differs."""
+    monkeypatch.setattr("engine.cuda.input.LEAST_SAVED", 0)
     prompts = {f"{group}{i}": ids(group, 250) for group in range(2) for i in range(9)}
     prompts |= {f"own{i}": ids(50 + i, 100) for i in range(3)}
     requests = [

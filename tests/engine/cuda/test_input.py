@@ -27,6 +27,11 @@ def buffers() -> CudaInput:
     return CudaInput(ROWS, 64, ROWS * 4, STREAMS, 2, Memory(CPU))
 
 
+@pytest.fixture(autouse=True)
+def sharing_always_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.cuda.input.LEAST_SAVED", 0)
+
+
 def law(count: int) -> StepLaw:
     rows = np.arange(count)
     return StepLaw(
@@ -96,6 +101,16 @@ def test_siblings_own_what_is_theirs_and_a_run_what_they_share() -> None:
     assert read[:17].tolist() == [*range(1, 17), 97]
     assert read[17:20].tolist() == [0, 0, 0]
     assert read[20:].tolist() == [80, 80, 0, 0]  # 17 rows are two runs of eight and one row that reads all by itself
+
+
+@pytest.mark.parametrize(("blocks", "shares"), [(178, False), (179, True)])
+def test_what_saves_little_is_read_apart(blocks: int, shares: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.cuda.input.LEAST_SAVED", 40_000)  # 14 x 179 x 16 tokens are 96 more
+    buffers = CudaInput(16, 64, 16 * 200, STREAMS, 2, Memory(CPU))
+    shared = [range(1 + 200 * group, 1 + 200 * group + blocks) for group in range(2)]
+    rows = [Row(i, blocks * BLOCK_SIZE, [*shared[i // 8], 500 + i]) for i in range(16)]
+    buffers.pack_decode(0, plan(*rows), law(16), 16)
+    assert (buffers.fixed["seats"][:16] >= 0).tolist() == [shares] * 16
 
 
 def test_slots_that_all_start_again_at_once_share_no_more_than_their_new_rows_do() -> None:
