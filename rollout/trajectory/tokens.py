@@ -77,14 +77,13 @@ class Tokens:
         self._prompt_logprobs = segment.prompt_logprobs
 
     def add(self, ids: IntArray, source: int) -> None:
-        self._extend(ids, np.full(len(ids), source, np.uint8), np.zeros(len(ids), np.bool_))
+        self._extend(ids, source, False)
 
     def add_sampled(self, completion: Completion) -> None:
         """`completion` has passed `fault`."""
         if count := len(completion.token_ids):
             self._any_sampled = True
-            source = np.full(count, SOURCE_SAMPLED, np.uint8)
-            self._extend(completion.token_ids, source, np.ones(count, np.bool_), completion.logprobs)
+            self._extend(completion.token_ids, SOURCE_SAMPLED, True, completion.logprobs)
         _add_runs(self._weight_versions, completion.weight_versions)
         _add_runs(self._kv_versions, [(completion.kv_version, count)])
         if completion.top_ids is not None and completion.top_logprobs is not None:
@@ -133,15 +132,20 @@ class Tokens:
     def _extend(
         self,
         ids: IntArray,
-        source: npt.NDArray[np.uint8],
-        sampled: BoolArray,
+        source: npt.NDArray[np.uint8] | int,
+        sampled: BoolArray | bool,
         logprobs: Mapping[LogprobMode, FloatArray] | None = None,
     ) -> None:
-        self._ids.extend(ids)
-        self._source.extend(source)
-        self._sampled.extend(sampled)
+        """source, sampled: for each of `ids`, or one for all."""
+        count = len(ids)
+        self._ids.extend(ids, count)
+        self._source.extend(source, count)
+        self._sampled.extend(sampled, count)
         for mode, column in self._logprobs.items():
-            column.extend(np.zeros(len(ids), np.float32) if logprobs is None else logprobs[mode])
+            if logprobs is None:
+                column.extend(0.0, count)
+            else:
+                column.extend(logprobs[mode], len(logprobs[mode]))
 
 
 def fault(completion: Completion, request: Request) -> str | None:
@@ -179,24 +183,27 @@ class _Column(Generic[Scalar]):
     """An array that grows at its end. What was handed out is read-only and never changes."""
 
     def __init__(self, dtype: np.dtype[Scalar]) -> None:
-        self._parts: list[npt.NDArray[Scalar]] = [np.empty(0, dtype)]
+        self._dtype = dtype
+        self._whole: npt.NDArray[Scalar] | None = None
+        self._parts: list[tuple[npt.NDArray[Any] | float, int]] = []
         self.length = 0
 
-    def extend(self, part: npt.NDArray[Any]) -> None:
-        if self.length:
-            self._parts.append(part)
-        else:  # a prompt is not copied: it is a view of what was received
-            first = part.view()
-            first.flags.writeable = False
-            self._parts = [first]
-        self.length += len(part)
+    def extend(self, part: npt.NDArray[Any] | float, count: int) -> None:
+        """By an array of so many, or so many times one value."""
+        self._parts.append((part, count))
+        self._whole = None
+        self.length += count
 
     def array(self) -> npt.NDArray[Scalar]:
-        if len(self._parts) > 1:
-            whole = np.concatenate(self._parts)
+        whole = self._whole
+        if whole is None:
+            whole, at = np.empty(self.length, self._dtype), 0
+            for part, count in self._parts:
+                whole[at : at + count] = part
+                at += count
             whole.flags.writeable = False
-            self._parts = [whole]
-        return self._parts[0]
+            self._whole, self._parts = whole, [(whole, at)]
+        return whole
 
 
 def _add_runs(runs: list[tuple[int, int]], more: Iterable[tuple[int, int]]) -> None:
