@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -16,7 +18,7 @@ from rollout.chat.format import ChatFormat
 from rollout.chat.messages import checked_prompt, checked_tools, from_json
 from rollout.environments.base import said_by
 from rollout.environments.errors import describe
-from rollout.environments.line import Owner
+from rollout.environments.line import NOBODY, Owner
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +98,27 @@ def with_prompts(submit: SubmitBatch, chat: ChatFormat, said: Sequence[Said]) ->
     return submit.model_copy(update={"groups": groups})
 
 
+def check_at_start(roles: Mapping[str, Sequence[str]], chat: ChatFormat) -> None:
+    """roles: of the messages that environments append, by the environment's name. Raises ValueError, naming the
+    environment, where the template takes a user's messages but none of such a role; and where it comes to no end."""
+    try:
+        asyncio.run(Aside().run(NOBODY, _check_roles, roles, chat))
+    except TimeoutError:
+        raise ValueError(f"the checkpoint's chat template does not come to an end within {RENDER_S:g} s") from None
+
+
+def _check_roles(roles: Mapping[str, Sequence[str]], chat: ChatFormat) -> None:
+    # Some templates write results only where tools were told.
+    forms = chat.form(), chat.form(checked_tools([{"name": "tool", "description": "", "parameters": {}}]))
+    takes = {role: any(form.takes(role) for form in forms) for role in {"user", *itertools.chain(*roles.values())}}
+    for name, said in roles.items():
+        if takes["user"] and (unknown := next((role for role in said if not takes[role]), None)) is not None:
+            raise ValueError(
+                f"environment {name!r} says in chat_roles that it appends messages of role {unknown!r}, and the "
+                "checkpoint's chat template writes nothing of those"
+            )
+
+
 def _at(index: int, function: Callable[Concatenate[Group, P], T], group: Group, *args: P.args, **kwargs: P.kwargs) -> T:
     try:
         return function(group, *args, **kwargs)
@@ -139,6 +162,12 @@ def _with_prompt(group: Group, chat: ChatFormat, said: Said) -> Group:
     prompt = form.prompt(messages)
     if said.roles:
         form.opens_reasoning()  # here, where it may take its time: an environment asks on the event loop
+    if (unknown := next((role for role in said.roles if not form.takes(role)), None)) is not None:
+        raise BadRequest(
+            f"environment {group.environment.name!r} appends messages of role {unknown!r}, and the chat template "
+            "writes nothing of those",
+            field="environment.name",
+        )
     if group.template.on_unstable == "refuse":
         for role in said.roles:
             for together in ((role,), (role, role)) if role == "tool" else ((role,),):

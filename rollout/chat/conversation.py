@@ -117,6 +117,9 @@ class Conversation:
         self, turn: TurnResult, past: Sequence[Message], new: Sequence[Message]
     ) -> tuple[IntArray | None, IntArray, Suffix]:
         """Ids of the branch, if one is needed, the glue, and the rest. past: with what the turn said."""
+        roles = (message["role"] for message in new)
+        if (unknown := next((role for role in roles if not self.form.takes(role)), None)) is not None:
+            raise ChatError(f"the chat template writes nothing of messages of role {unknown!r}")
         if self._template.on_user_turn == "keep" or all(message["role"] != "user" for message in new):
             try:
                 suffix = self.form.suffix(new)

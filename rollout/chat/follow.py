@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from rollout.chat.errors import ChatError
@@ -58,6 +59,16 @@ def follow(render: Render, messages: Sequence[Message], only: Sequence[str] = ()
             raise ChatError(f"what the chat template writes after a turn depends on the turn: {first} against {name}")
     plain = [{"role": "user", "content": "question"}, {"role": "assistant", "content": word}]
     return Followed(_after(word, render(plain, False)), found[first], tuple(found))
+
+
+def printed(render: Render, message: Message) -> bool:
+    """Does the template write what a message says that stands where `message` does, in any conversation?"""
+    word = "w" + secrets.token_hex(8)
+    for _, before in _conversations("answer", 1):
+        with suppress(ChatError):
+            if word in render([*before, {**message, "content": word}], True):
+                return True
+    return False
 
 
 def _conversations(word: str, results: int) -> Iterator[tuple[str, list[Message]]]:

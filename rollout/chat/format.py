@@ -19,7 +19,7 @@ import numpy as np
 from engine.request import IntArray
 from rollout.chat.aside import Aside
 from rollout.chat.errors import ChatError
-from rollout.chat.follow import Followed, Render, call_id, follow
+from rollout.chat.follow import Followed, Render, call_id, follow, printed
 from rollout.chat.marks import Marks, Vocabulary
 from rollout.chat.messages import Message
 from rollout.chat.template import ChatTemplate
@@ -105,6 +105,7 @@ class Form:
         self.options = options
         self._frames: dict[tuple[str, ...], tuple[str, str]] = {}
         self._proofs: dict[tuple[str, ...], _Proof] = {}
+        self._taken: dict[str, bool] = {}
         self._opens_reasoning: bool | None = None
 
     @property
@@ -118,6 +119,13 @@ class Form:
     def prove(self, roles: Sequence[str]) -> None:
         """Can messages of these roles follow any sampled turn? Raises ChatError, saying what stands against it."""
         self._follow(_examples(roles), Marks(self.chat.vocabulary))
+
+    def takes(self, role: str) -> bool:
+        """Does the template write what messages of this role say? Many pass over one that they do not know."""
+        if role not in self._taken:
+            (example,) = _examples((role,))
+            self._taken[role] = printed(self._renderer(self.tools), example)
+        return self._taken[role]
 
     def prompt(self, messages: Sequence[Message]) -> IntArray:
         """int32[L]: the conversation, up to where the assistant is to answer. Raises ChatError."""

@@ -220,8 +220,16 @@ def _environment(
     settings = mapping(config, "config")
     if settings and environment is None:
         raise BadRequest("is of an environment, and none is named", field="config")
-    entries = tuple(
-        entry if isinstance(entry, ScriptedTurn) else turn(int32(entry, f"script[{k}]"))
-        for k, entry in enumerate(several(() if script is None else script, "script"))
-    )
-    return checked(Environment, name=name, script=entries, config=settings)
+    entries = enumerate(several(() if script is None else script, "script"))
+    turns = tuple(_scripted(entry, f"script[{k}]") for k, entry in entries)
+    return checked(Environment, name=name, script=turns, config=settings)
+
+
+def _scripted(entry: Any, field: str) -> ScriptedTurn:
+    if isinstance(entry, ScriptedTurn):
+        return entry
+    if entry is None or isinstance(entry, int | float | np.generic | Mapping):
+        raise BadRequest(
+            f"must be what follows one turn, a list of token ids or a turn(...), not {str(entry)[:64]}", field=field
+        )
+    return turn(int32(entry, field))

@@ -17,6 +17,7 @@ from engine.model.config import ModelConfig, read_model_config
 from engine.start.progress import LoggedProgress
 from engine.start.recipe import EngineRecipe
 from protocols.fields import ModelInfo
+from rollout.chat.accept import check_at_start
 from rollout.chat.format import ChatFormat
 from rollout.chat.tokenizer import Tokenizer
 from rollout.command import gpu
@@ -40,6 +41,8 @@ def load(config: WorkerConfig) -> Loaded:
         registry = environments_of(config)
         tokenizer = Tokenizer.load(config.weights)
         chat = ChatFormat.load(config.weights, tokenizer)
+        if chat is not None:
+            check_at_start(registry.chat_roles, chat)
         model_config = read_model_config(config.weights)
         engine_config = engine_config_of(config, model_config)
         recipe = EngineRecipe(

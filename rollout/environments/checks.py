@@ -36,7 +36,11 @@ def check_class(factory: Any) -> None:
     if where not in ("worker", "process"):
         raise BadAnswer(f"isolation is {where!r}, neither 'worker' nor 'process'")
     roles = getattr(factory, "chat_roles", ())
-    if not callable(roles) and (isinstance(roles, str) or not all(isinstance(role, str) for role in roles)):
+    if callable(roles):
+        return
+    if not isinstance(roles, list | tuple | set | frozenset) or not all(
+        isinstance(role, str) and role.isidentifier() for role in roles
+    ):
         raise BadAnswer(f"chat_roles is {roles!r}, not a tuple of roles")
 
 

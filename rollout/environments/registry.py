@@ -95,6 +95,12 @@ class Registry:
         lacking = () if self._tools else ("tools",)
         return tuple(sorted({*BUILT_IN, *self._plugins, *self._installed}.difference(lacking)))
 
+    @property
+    def chat_roles(self) -> dict[str, tuple[str, ...]]:
+        """What the classes of plug-ins that are imported say, where they say it for every configuration."""
+        said = {name: getattr(said_by(factory), "chat_roles", ()) for name, factory in self._plugins.items()}
+        return {name: tuple(roles) for name, roles in said.items() if not callable(roles)}
+
     def resolve(self, environment: fields.Environment, owner: Owner = NOBODY) -> EnvironmentSource:
         """The environment of a trajectory, `owner`, of a submitted group, or what makes it.
 

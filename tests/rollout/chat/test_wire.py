@@ -14,6 +14,7 @@ from engine.request import Request
 from protocols.errors import BadRequest, PromptTooLong
 from protocols.fields import Group, ModelInfo, Record, Truncation
 from rollout.chat import aside
+from rollout.chat.accept import check_at_start
 from rollout.chat.errors import ChatError
 from rollout.chat.format import ChatFormat
 from rollout.chat.template import ChatTemplate
@@ -141,6 +142,47 @@ def test_what_is_refused_is_named(client: RolloutClient, fields: dict[str, Any],
     with pytest.raises(error) as refused:
         client.submit(client.group(**fields))
     assert refused.value.field == field
+
+
+class Misspelt(Chatty):
+    chat_roles = ("usr",)
+
+
+class Undeclared(Chatty):
+    chat_roles = ("user",)
+
+    async def step(self, turn: TurnResult) -> Step:
+        assert self.context.chat is not None
+        return await self.context.chat.follow(turn, {"role": "usr", "content": "lost"})
+
+
+@pytest.mark.parametrize("on_unstable", ["refuse", "branch"])
+def test_a_role_of_which_the_template_writes_nothing_is_named(on_unstable: str) -> None:
+    what = served(chat(), misspelt=Misspelt, undeclared=Undeclared)
+    how: dict[str, Any] = {"messages": [USER], "on_unstable": on_unstable, "on_length": "continue"}
+    with worker(TimedEngine(), what=what) as thread, RolloutClient(thread.address) as client:
+        with pytest.raises(
+            BadRequest, match=r"'misspelt' appends messages of role 'usr', .* writes nothing"
+        ) as refused:
+            only(client, environment="misspelt", **how)
+        assert refused.value.field == "groups[0].environment.name"
+        failed = only(client, environment="undeclared", **how)
+    assert (failed.finish_reason, len(failed.turns)) == ("env_error", 1)
+    assert failed.error is not None
+    assert "the chat template writes nothing of messages of role 'usr'" in failed.error.message
+
+
+def test_such_a_role_is_refused_where_the_worker_starts() -> None:
+    check_at_start({"one": ("user", "tool"), "none": ()}, chat())
+    with pytest.raises(ValueError, match=r"environment 'misspelt' says in chat_roles that it appends .* role 'usr'"):
+        check_at_start({"one": ("user",), "misspelt": ("tool", "usr")}, chat())
+    with pytest.raises(ValueError, match=r"environment 'calls' .* role 'tool'"):
+        check_at_start(
+            {"calls": ("tool",)}, chat("{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}")
+        )
+    check_at_start({"calls": ("tool",)}, chat("{{ broken"))
+    told = "{% for m in messages if tools or m.role != 'tool' %}{{ m.content }}{% endfor %}"
+    check_at_start({"calls": ("tool",)}, chat(told))
 
 
 def test_a_checkpoint_without_a_template_takes_ids_only() -> None:

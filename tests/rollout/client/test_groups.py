@@ -151,6 +151,15 @@ def test_scripts_mix_plain_observations_and_turns(group: Callable[..., Group]) -
     assert (second.observation, second.glue.tolist(), second.max_tokens) == (None, [4], 5)
 
 
+@pytest.mark.parametrize("entry", [5, None, 1.5, np.int64(3), {"observation": [5]}])
+def test_a_script_has_a_list_for_each_turn_and_says_so(group: Callable[..., Group], entry: Any) -> None:
+    with pytest.raises(
+        BadRequest, match=r"what follows one turn, a list of token ids or a turn\(\.\.\.\), not"
+    ) as refused:
+        group([1], script=[[2], entry])
+    assert refused.value.field == "script[1]"
+
+
 def test_a_script_may_be_an_array(group: Callable[..., Group]) -> None:
     script = group([1], script=np.array([[2, 3], [4, 5]])).environment.script
     assert [entry.observation.tolist() for entry in script if entry.observation is not None] == [[2, 3], [4, 5]]

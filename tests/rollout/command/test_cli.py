@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from rollout.command.start import StartError, run_worker, write_ready_file
 from rollout.local import local_worker
 from rollout.wire.curve import is_local
 from tests import rigs
+from tests.rollout.chat.tiny import THINKING, ordinary
 from tests.rollout.raw_client import RawClient, group
 from tests.rollout.wire.test_channel import channel
 from tests.rollout.workers import ROOT, WorkerProcess
@@ -270,6 +272,16 @@ def test_what_cannot_be_loaded_is_said_in_one_sentence(fault: list[str], message
     with pytest.raises(StartError) as caught:
         load(parse(["--weights", str(checkpoint), *fault]))
     assert message in str(caught.value)
+
+
+def test_a_plug_in_that_appends_what_the_template_does_not_write_ends_the_start(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "with a template")
+    (folder / "tokenizer.json").write_text(ordinary().to_str())
+    (folder / "chat_template.jinja").write_text(THINKING)
+    with pytest.raises(StartError, match="environment 'm' says in chat_roles that it appends messages of role 'usr'"):
+        load(parse(["--weights", str(folder), "--env", "m=tests.rollout.chat.test_wire:Misspelt"]))
 
 
 def test_a_checkpoint_that_is_not_there_ends_the_command_before_it_is_ready(tmp_path: Path) -> None:

@@ -81,6 +81,8 @@ def test_a_class_that_can_be_no_environment_is_refused_at_start() -> None:
         ({"isolation": True}, "isolation is True"),
         ({"chat_roles": "user"}, "'a': chat_roles is 'user', not a tuple of roles"),
         ({"chat_roles": (1,)}, r"chat_roles is \(1,\)"),
+        ({"chat_roles": 1}, r"chat_roles is 1, not"),
+        ({"chat_roles": ["user "]}, r"chat_roles is \['user '\], not"),
     ],
 )
 def test_what_a_class_says_is_checked_at_start(says: dict[str, Any], complaint: str) -> None:
