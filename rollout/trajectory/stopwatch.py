@@ -9,6 +9,7 @@ from engine.request import Times as EngineTimes
 from protocols.fields import Times
 
 ENGINE_PARTS = ("queue", "prefill", "decode", "preempted", "paused")
+PARTS = tuple(Times.model_fields)
 _engine_parts = attrgetter(*ENGINE_PARTS)
 
 
@@ -22,7 +23,7 @@ class Stopwatch:
     def __init__(self, start: float | None) -> None:
         """start: `time.monotonic()` of the first moment; None is now."""
         self._start = self._mark = time.monotonic() if start is None else start
-        self._seconds = dict.fromkeys(Times.model_fields, 0.0)
+        self._seconds = dict.fromkeys(PARTS, 0.0)
 
     @property
     def total(self) -> Times:

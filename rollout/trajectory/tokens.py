@@ -29,7 +29,8 @@ class Tokens:
         self._top: list[tuple[IntArray, FloatArray]] = []
         self._prompt_logprobs: FloatArray | None = None
 
-    def __len__(self) -> int:
+    @property
+    def length(self) -> int:
         return self._ids.length
 
     @property
@@ -63,7 +64,7 @@ class Tokens:
 
     def restore(self, segment: Segment) -> None:
         """Everything after the prompt, which is there already, of a segment that was cut."""
-        begin = len(self)
+        begin = self.length
         source = segment.source[begin:]
         logprobs = {self._modes[0]: segment.logprobs[begin:]}
         logprobs |= {mode: array[begin:] for mode, array in segment.more_logprobs.items()}

@@ -46,6 +46,7 @@ class Trajectory:
         self._budget = spec.group.budget
         self._stop = stop_rule(self._sampling, model.eos_ids)
         self._bounds = Bounds(self._budget, model.max_context)
+        self._most = self._bounds.tokens
         self._segments = Segments(self._sampling.logprobs, spec.group.prompt, spec.group.prompt_source)
         self._turn_limit = self._sampling.max_tokens
         self._turns: list[Turn] = []
@@ -58,7 +59,7 @@ class Trajectory:
 
     @property
     def length(self) -> int:
-        return len(self._tokens)
+        return self._segments.now.length
 
     @property
     def key(self) -> str:
@@ -106,8 +107,8 @@ class Trajectory:
             )
             if ids is not None
         ]
-        room = self._room() if answer.branch is None else self._bounds.tokens
-        if sum(len(ids) for ids, _ in parts) > room:
+        room = self._room() if answer.branch is None else self._most
+        if parts and sum(len(ids) for ids, _ in parts) > room:
             return self._bounds.overflow()
         if answer.branch is not None:
             if self._segments.index + 1 == MAX_SEGMENTS:
@@ -271,7 +272,7 @@ class Trajectory:
         return scripted or index + 1 == self._budget.max_turns
 
     def _room(self) -> int:
-        return self._bounds.tokens - self.length
+        return self._most - self._segments.now.length
 
 
 def _failed(failure: Failure) -> End:
