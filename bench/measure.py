@@ -225,9 +225,9 @@ def by_prefix_cache(works: list[Workload]) -> list[list[Workload]]:
 def steps(counters: Mapping[str, int]) -> str:
     """What kinds of steps a run was made of, for the terminal."""
     count, prompt, graph, padding = (
-        counters.get(f"{name}_total", 0) for name in ("steps", "prompt_steps", "graph_steps", "padding_rows")
+        counters.get(f"{name}_total", 0) for name in ("steps", "prompt_steps", "graph_steps", "padding_tokens")
     )
-    return f"{count} steps, {prompt} with prompt tokens, {count - graph} eager; {padding} rows of padding"
+    return f"{count} steps, {prompt} with prompt tokens, {count - graph} eager; {padding} tokens of padding"
 
 
 def grown(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, int]:

@@ -226,7 +226,7 @@ class Engine:
         self._totals["wasted_rows_total"] += plan.num_rows - results.num_live
         self._totals["graph_steps_total"] += output.graph
         self._totals["split_steps_total"] += output.split
-        self._totals["padding_rows_total"] += output.padding_rows
+        self._totals["padding_tokens_total"] += output.padding_tokens
         self._totals["sampled_tokens_total"] += len(results.slots)
         scheduler.table.record(results.slots, results.positions, results.token_ids, results.logprobs)
         for sequence, flags in results.failed:

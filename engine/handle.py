@@ -141,7 +141,7 @@ class EngineStats:
     wasted_rows_total: int = 0
     graph_steps_total: int = 0
     split_steps_total: int = 0
-    padding_rows_total: int = 0
+    padding_tokens_total: int = 0
     nonfinite_total: int = 0
 
 

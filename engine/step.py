@@ -92,8 +92,8 @@ class StepOutput:
     logprobs: float32[3, S] in the order of LOGPROB_MODES; a mode that the row did not ask for may be NaN.
     top_ids, top_logprobs: int32[S, k], float32[S, k], k the largest asked for in this step; None when 0.
     scores: one float32[3, q] per `ScoreChunk`; NaN where the target is -1.
-    graph: the step was a replay of captured graphs. split: attention cut long rows into parts. padding_rows: rows of
-        the graphs' bucket, or tokens where the step held prompt tokens, that stood for none.
+    graph: the step was a replay of captured graphs. split: attention cut long rows into parts. padding_tokens: that
+        the graphs ran beside the step's own, to fill their bucket; a row that decodes is one.
     """
 
     token_ids: IntArray
@@ -104,7 +104,7 @@ class StepOutput:
     scores: tuple[FloatArray, ...] = ()
     graph: bool = False
     split: bool = False
-    padding_rows: int = 0
+    padding_tokens: int = 0
 
 
 class Ticket(Protocol):

@@ -41,8 +41,8 @@ DecodeChoice = Literal["graph", "eager"]
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """How a step went. padding: tokens of the graphs that ran and that stood for none; None for an eager step. split:
-    attention cut rows into parts."""
+    """How a step went. padding: tokens that its graphs ran beside its own; None for an eager step. split: attention cut
+    rows into parts."""
 
     padding: int | None
     split: bool
@@ -128,7 +128,7 @@ class CudaRunner:
         step.done.synchronize()
         padding = step.path.padding
         output = replace(
-            owned(step.output), graph=padding is not None, split=step.path.split, padding_rows=padding or 0
+            owned(step.output), graph=padding is not None, split=step.path.split, padding_tokens=padding or 0
         )
         if step.packed is not None:
             bits = step.packed.numpy().copy()

@@ -105,7 +105,7 @@ def test_the_prefix_cache_serves_later_turns_and_siblings_but_not_the_next_run(e
         assert 3 * 32 + 4 * 48 <= cached <= 3 * 48 + 4 * 64
         assert counters["sampled_tokens_total"] == 4 * 32
         assert 2 <= counters["prompt_steps_total"] < counters["steps_total"]
-        assert (counters["graph_steps_total"], counters["padding_rows_total"]) == (0, 0)  # a CPU captures nothing
+        assert (counters["graph_steps_total"], counters["padding_tokens_total"]) == (0, 0)  # a CPU captures nothing
 
 
 def test_shuffled_siblings_still_share_their_prompt(engine: Engine) -> None:

@@ -131,8 +131,8 @@ def test_counters_are_told_by_how_far_they_went() -> None:
 
 
 def test_steps_are_told_by_kind() -> None:
-    counters = {"steps_total": 9, "prompt_steps_total": 4, "graph_steps_total": 6, "padding_rows_total": 12}
-    assert steps(counters) == "9 steps, 4 with prompt tokens, 3 eager; 12 rows of padding"
+    counters = {"steps_total": 9, "prompt_steps_total": 4, "graph_steps_total": 6, "padding_tokens_total": 12}
+    assert steps(counters) == "9 steps, 4 with prompt tokens, 3 eager; 12 tokens of padding"
 
 
 def test_options_that_change_a_figure_make_a_variant() -> None:

@@ -128,7 +128,7 @@ def test_a_prompt_in_pieces_has_the_bits_of_one_launched_kernel_by_kernel(qwen3:
         1 + (tokens <= 2048),
         0,
     )
-    assert pieces.engine.stats().padding_rows_total == (7 if tokens == 1 else 0)
+    assert pieces.engine.stats().padding_tokens_total == (7 if tokens == 1 else 0)
     if tokens > 1:
         assert found.prompt_logprobs is not None
         assert expected.prompt_logprobs is not None
