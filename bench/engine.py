@@ -118,7 +118,7 @@ def serve(works: list[Workload], args: argparse.Namespace, model: ModelConfig) -
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = parser(__doc__)
-    options.add_argument("--decode-path", choices=["graph", "eager"], default="graph", help="of decode on a GPU")
+    options.add_argument("--decode-path", choices=["graph", "eager"], default="graph", help="of steps on a GPU")
     options.add_argument("--shuffled", action="store_true", help="submit siblings apart from each other")
     args = parse(options, argv)
     model = read_model_config(args.weights)

@@ -133,7 +133,7 @@ class WorkerConfig(BaseSettings):
     )
     overlap: bool = option(True, "engine", "launch a step before the result of the one before is read")
     decode_path: Literal["auto", "graph", "eager"] = option(
-        "auto", "engine", "decode steps replay CUDA graphs or launch each kernel; auto: graphs on cuda"
+        "auto", "engine", "steps replay CUDA graphs or launch each kernel; auto: graphs on cuda"
     )
     engine_process: Literal["auto", "thread", "process"] = option(
         "auto",
