@@ -3,9 +3,8 @@
     python -m bench.step_profile --weights DIR [--points 1x576 64x768 64x768+128 p1x512] [--json FILE]
 
 A point is rows x context; `+` behind it a prompt of so many tokens that comes with every step; `p` before it the
-prefill of these rows, in one step. Kernels are timed by torch's
-profiler over a few steps of the running engine, the step's length by the clock over others, without it; what the
-kernels do not fill are the gaps.
+prefill of these rows, in one step. Kernels are timed by torch's profiler over a few steps of the running engine, the
+step's length by the clock over others, without it; what the kernels do not fill are the gaps.
 """
 
 from __future__ import annotations
@@ -154,7 +153,7 @@ def main() -> None:
     config = EngineConfig(
         max_running=max(point.rows for point in points) + 2,  # a prompt, and the one before it
         max_step_tokens=16384,
-        max_context=max(point.context for point in points) + 8 * STEPS,
+        max_context=max(max(point.context, point.prompt) for point in points) + 8 * STEPS,
         prefix_cache=False,
     )
     loaded = load_engine(args.weights, config, dtype="bfloat16", device="cuda")
