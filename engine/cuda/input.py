@@ -66,7 +66,8 @@ NOBODY = Shared(np.empty(0, np.int32), 0, no_runs(0))
 class CudaInput:
     """The input arrays on the device, and a ring of pinned buffers that feed them.
 
-    fixed: name -> view of the device's buffer, at full capacity (`_KINDS`), rows + 1 of them: the last is for padding.
+    fixed: name -> view of the device's buffer, at full capacity (`_KINDS`). Of rows there is one more than can come: it
+    is for padding.
     """
 
     def __init__(

@@ -136,8 +136,8 @@ def paged_decode(
 ) -> None:
     """As `paged_decode.paged_decode`, in bf16; all of it must be contiguous. Raises CudaError.
 
-    What is not of the newest token is read before the launch ahead has ended: that one must write no other KV and no
-    tables, and begin this one only after its own wait.
+    What is not of the rows' newest tokens is read before the launch ahead has ended: that one must write no other KV of
+    theirs and no tables, and begin this one only after its own wait.
     """
     rows, heads, dim = q.shape
     blocks, _, kv_heads, _ = keys.shape

@@ -20,7 +20,7 @@ FILTERED = SamplingParams(top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.
 """Takes every part of the sampler."""
 
 FEW_TOKENS = (1, 2, 16, 17, 256)
-"""A step of so many tokens may run kernels that no larger one does, and no graph of fewer rows."""
+"""Over so many rows the head may be kernels that no larger step runs; where nothing is captured, all else, too."""
 
 
 def warm_up(runner: Runner, limits: Limits, max_context: int, progress: Progress) -> None:
