@@ -25,8 +25,8 @@ LARGEST = 2048
 
 
 def token_buckets(most: int) -> list[int]:
-    """Numbers of tokens worth a capture, up to `LARGEST` or to exactly `most`: each is padded by at most 31 or a quarter.
-    Up to some 200 tokens padding costs little: a step takes as long as the weights take to be read."""
+    """Numbers of tokens worth a capture, up to `LARGEST` or to exactly `most`, padded by at most 31 or a quarter. Up to
+    some 200 tokens padding costs little: a step takes as long as the weights take to be read."""
     sizes = [8, 16, 32, 48, *range(64, 256, 32), *range(256, 512, 64), *range(512, 1024, 128), *range(1024, 2048, 256)]
     largest = min(most, LARGEST)
     return [*(size for size in sizes if size < largest), largest]
