@@ -123,10 +123,10 @@ class Trajectory:
         """May a further turn be sampled, now that weights of `serving_version` serve?"""
         if self._room() <= 0:
             return self._bounds.overflow()
-        limit, oldest = self._spec.group.max_staleness, self._segments.oldest_version
-        if oldest is not None and limit is not None and serving_version - oldest > limit:
-            return End("abort_stale")
-        return None
+        if (limit := self._spec.group.max_staleness) is None:
+            return None
+        oldest = self._segments.oldest_version
+        return None if oldest is None or serving_version - oldest <= limit else End("abort_stale")
 
     def request(self) -> Request:
         """The next turn, once `before_turn` has let it pass."""
