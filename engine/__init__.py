@@ -15,7 +15,7 @@ model        the decoder
 attention    over pages of KV
 sampling     the law, its noise, and what is drawn
 cuda         the runner of a GPU
-kernels      Triton, one task a file
+kernels      Triton and CUDA C++, one task a file
 memory       who holds how much of it
 weights      read, checked, exchanged
 """

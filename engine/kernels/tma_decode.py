@@ -59,6 +59,7 @@ class Shape:
 
 
 ARRAYS = attrgetter(*Tables.names())
+"""Of tables, in the order of `Arguments`."""
 
 
 class Arguments(ctypes.Structure):
