@@ -182,9 +182,9 @@ class Value(BaseModel):
     def model_construct(cls, _fields_set: set[str] | None = None, **values: Any) -> Self:
         """As pydantic's, for our own values that need no check: it asks every field for what none here has (an alias).
 
-        Raises TypeError for a field that is missing or unknown.
+        All fields count as set. Raises TypeError for one that is missing or unknown.
         """
-        defaults, required, factories = _defaults(cls)
+        defaults, required, factories, names = _defaults(cls)
         fields = {**defaults, **values}
         if len(fields) > len(defaults) or not required <= values.keys():
             wrong = (required - values.keys()) | (values.keys() - defaults.keys())
@@ -192,14 +192,14 @@ class Value(BaseModel):
         for name, make in factories:
             if name not in values:
                 fields[name] = make()
-        return _made(cls, fields, set(values) if _fields_set is None else _fields_set)
+        return _made(cls, fields, names if _fields_set is None else _fields_set)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """As pydantic's, likewise. update: changed fields, which nothing checks."""
         if deep:
             return super().model_copy(update=update, deep=True)
-        changed = update or {}
-        return _made(type(self), {**self.__dict__, **changed}, self.__pydantic_fields_set__ | changed.keys())
+        cls = type(self)
+        return _made(cls, {**self.__dict__, **(update or {})}, _defaults(cls)[3])
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
@@ -217,27 +217,32 @@ class Value(BaseModel):
 
 
 V = TypeVar("V", bound=Value)
-Defaults = tuple[dict[str, Any], frozenset[str], tuple[tuple[str, Callable[[], Any]], ...]]
+Defaults = tuple[dict[str, Any], frozenset[str], tuple[tuple[str, Callable[[], Any]], ...], set[str]]
 
 
 @cache
 def _defaults(kind: type[Value]) -> Defaults:
-    """All fields in order, at their defaults where those can be shared; which are required; what makes the rest."""
+    """All fields in order, at their defaults where those can be shared; which are required; what makes the rest; all
+    names."""
     fields = kind.__pydantic_fields__.items()
     required = frozenset(name for name, field in fields if field.is_required())
     factories = tuple((name, cast(Any, field.default_factory)) for name, field in fields if field.default_factory)
-    return {name: field.default for name, field in fields}, required, factories
+    return {name: field.default for name, field in fields}, required, factories, set(kind.__pydantic_fields__)
 
 
-def _made(kind: type[V], fields: dict[str, Any], given: set[str]) -> V:
-    made = kind.__new__(kind)
-    for slot, value in (
-        ("__dict__", fields),
-        ("__pydantic_fields_set__", given),
-        ("__pydantic_extra__", None),
-        ("__pydantic_private__", None),
-    ):
-        object.__setattr__(made, slot, value)
+# The slots of a model themselves: `object.__setattr__` looks for each along the classes first.
+_set_fields, _set_names, _set_extra, _set_private = (
+    vars(BaseModel)[slot].__set__
+    for slot in ("__dict__", "__pydantic_fields_set__", "__pydantic_extra__", "__pydantic_private__")
+)
+
+
+def _made(kind: type[V], fields: dict[str, Any], names: set[str]) -> V:
+    made = object.__new__(kind)
+    _set_fields(made, fields)
+    _set_names(made, names)
+    _set_extra(made, None)
+    _set_private(made, None)
     return made
 
 

@@ -49,10 +49,11 @@ def encode(message: Value) -> list[bytes | memoryview]:
 
     def pack(value: Any) -> Any:
         if Value in type(value).__mro__:  # what isinstance would say, after several calls of pydantic's
-            return vars(value)
+            return value.__dict__
         if isinstance(value, np.ndarray):
-            blobs.append(value.reshape(-1).view(np.uint8).data)
-            return _described(len(blobs) - 1, value.dtype, value.shape)
+            described = _described(len(blobs), value.dtype, value.shape)
+            blobs.append((value if value.ndim == 1 else value.reshape(-1)).view(np.uint8).data)
+            return described
         if isinstance(value, np.generic):
             return value.item()
         raise TypeError(f"{type(value).__name__} cannot be sent")

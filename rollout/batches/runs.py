@@ -77,7 +77,8 @@ class Runs:
 
     def admit(self) -> None:
         """Start what may start, soon: called after every change that can make room."""
-        self._starting.wake()
+        if self.admission.waiting:
+            self._starting.wake()
 
     def end(self, member: Member, reason: TrajectoryReason) -> None:
         """The first reason stays, but what is surplus may be wanted by nobody at all. A great many may end at once: the

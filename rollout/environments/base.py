@@ -203,7 +203,10 @@ def is_default(made: Environment | type[Environment], method: str) -> bool:
         kind = type(made)
         if method in object.__getattribute__(made, "__dict__"):
             return False
-    return next(vars(base)[method] for base in kind.__mro__ if method in vars(base)) is getattr(Environment, method)
+    for base in kind.__mro__:
+        if method in base.__dict__:
+            return base is Environment
+    return False
 
 
 EnvironmentFactory = Callable[[], Environment | Awaitable[Environment]]

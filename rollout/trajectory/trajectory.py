@@ -220,7 +220,7 @@ class Trajectory:
         self, end: End, times: fields.Times, wall_s: float, rewards: Rewards, partial: fields.Partial | None = None
     ) -> Record:
         """Raises ValueError where two lengths disagree (the segments check them; the rest is checked already)."""
-        spec, group = self._spec, self._spec.group
+        spec, group, law = self._spec, self._spec.group, self._sampling
         if (before := spec.before) is not None:
             times, wall_s = add_times(before.times, times), before.wall_s + wall_s
         status = STATUS_OF[end.reason]
@@ -234,7 +234,7 @@ class Trajectory:
             status=status,
             finish_reason=end.reason,
             segments=self._segments.values(self._turns, trainable=status != "failed", whole=partial is not None),
-            sampling=self._sampling.model_copy(update={"seed": spec.seed}),
+            sampling=law if law.seed == spec.seed else law.model_copy(update={"seed": spec.seed}),
             reward=rewards.total,
             rewards=dict(rewards.parts),
             error=end.failure,
