@@ -19,6 +19,7 @@ from engine.kernels.scale import scale
 from engine.kernels.skinny_dot import dot_kernel
 from engine.kernels.skinny_vector import vector_kernel
 
+MULTIPROCESSORS = 132
 MAX_ROWS = 16
 """From 17 rows on cuBLAS reads W faster than these kernels, by more than a launch saved."""
 
@@ -54,6 +55,8 @@ def tile(rows: int, weight_rows: int, gated: bool = False) -> Tile:
         return Tile(4, 512, 1, 2, 8) if few else Tile(8, 512, 1, 2, 4)
     if few:
         return Tile(16, 128, 4, 4, 4)
+    if rows <= 8 and weight_rows <= 64 * MULTIPROCESSORS and not gated:
+        return Tile(32, 128, 2, 2, 4)
     return Tile(64, 64, 1, 4, 5) if gated else Tile(64, 128, 1, 4, 4)
 
 

@@ -108,6 +108,14 @@ def test_linear_add_norm_and_what_follows(draw: Draw, rows: int, k: int, n: int,
     near(skinny_linear.linear(normed, second, None), linear64(norm64(residual, gain), second, None))
 
 
+@pytest.mark.parametrize("k", [512, 328])
+def test_a_weight_with_less_than_a_tile_for_each_multiprocessor(draw: Draw, k: int) -> None:
+    """Cut finer at up to 8 rows, with K in two sides."""
+    x, gain, weight = draw.rows(8, k), draw.rows(k), draw.weight(5010, k)
+    assert tile(8, len(weight)).sides == 2
+    near(skinny_linear.linear(skinny_linear.norm(x, gain, EPS), weight, None), linear64(norm64(x, gain), weight, None))
+
+
 @pytest.mark.parametrize("rows", ROWS)
 def test_a_row_has_the_same_bits_in_every_run_and_beside_any_others(draw: Draw, rows: int) -> None:
     x, weight, gain, first = draw.rows(rows, 896), draw.weight(72, 896), draw.rows(72), draw.weight(2 * 72, 72)
