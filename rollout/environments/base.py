@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -197,12 +197,11 @@ class Environment(ABC):
 
 def is_default(made: Environment | type[Environment], method: str) -> bool:
     """A default of the base class says nothing: it need not be called. Looked up, not asked for: that may run code."""
-    if isinstance(made, type):
-        kind = made
-    else:
-        kind = type(made)
-        if method in object.__getattribute__(made, "__dict__"):
-            return False
+    kind: type[Any] = type(made)
+    if issubclass(kind, type):
+        kind = cast(type[Any], made)
+    elif method in object.__getattribute__(made, "__dict__"):
+        return False
     for base in kind.__mro__:
         if method in base.__dict__:
             return base is Environment

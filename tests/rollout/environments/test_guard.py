@@ -15,10 +15,31 @@ import pytest
 from protocols.fields import Record
 from rollout.environments import bounded
 from rollout.environments.answer import Answer, End
-from rollout.environments.base import Context, Environment, Observation, Rewards, Step, TurnResult
+from rollout.environments.base import Context, Environment, Observation, Rewards, Step, TurnResult, is_default
 from rollout.environments.guard import Patience
 from tests.rollout.build import run
 from tests.rollout.environments.build import TURN, Fake, context, draft, for_ever, guarded, opened, raise_
+
+
+def test_a_default_is_found_without_running_code_of_the_environment() -> None:
+    class Plain(Environment):
+        def step(self, turn: TurnResult) -> Step:
+            return Step(done=True)
+
+        def __getattribute__(self, name: str) -> Any:
+            raise AssertionError(name)
+
+    class Closes(Plain):
+        def close(self) -> None: ...
+
+    assert is_default(Plain, "close")
+    assert is_default(Plain(), "close")
+    assert not is_default(Closes, "close")
+    assert not is_default(Closes(), "close")
+    assert is_default(Closes(), "reset")
+    own = Fake()
+    vars(own)["reset"] = lambda _context: None
+    assert not is_default(own, "reset")
 
 
 def test_an_environment_is_made_reset_stepped_scored_and_closed() -> None:

@@ -10,9 +10,11 @@ import msgpack
 import numpy as np
 import pytest
 
+from engine.handle import Submit
 from protocols.fields import Limits, Record
 from protocols.replies import Scored
 from protocols.requests import Score
+from rollout.generation.pace import FIRST
 from rollout.service.score import Scorer
 from rollout.service.service import Service
 from rollout.trajectory.trajectory import Trajectory
@@ -32,6 +34,15 @@ def works(client: RawClient, name: str = "fine") -> bool:
     record = client.wait(lambda m: m["type"] == "trajectory_done" and m["record"]["group_id"] == name, 30)["record"]
     client.send("ack", trajectory_ids=[f"{name}.0"], received_bytes=client.received_bytes)
     return bool(record["segments"][0]["token_ids"].tolist() == [5, 6, 7, *reply_ids(3, 4)])
+
+
+def test_trajectories_that_start_together_reach_the_engine_together() -> None:
+    with worker(TimedEngine(seconds_per_token=60.0)) as served, RawClient(served.address) as client:
+        client.hello()
+        submit(client, *(group(f"g{i}", n=2, max_tokens=1) for i in range(FIRST // 2)))
+        eventually(lambda: len(served.engine.live) == FIRST)
+        sent = [command for command in served.engine.seen if isinstance(command, Submit)]
+        assert [len(command.requests) for command in sent] == [FIRST]
 
 
 def test_one_turn_there_and_back() -> None:
