@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -33,11 +31,10 @@ def bucket_for(rows: int, sizes: Sequence[int]) -> int | None:
 class DecodeGraphs:
     """Graphs by bucket. step: runs a decode step of so many rows on the current stream and returns its logits."""
 
-    def __init__(self, sizes: Sequence[int], step: Callable[[int], Tensor], pool: Any, progress: Progress) -> None:
-        """pool: the graphs' memory, of `torch.cuda.graph_pool_handle`; shared with other graphs that run in turn."""
+    def __init__(self, sizes: Sequence[int], step: Callable[[int], Tensor], progress: Progress) -> None:
         self._sizes = sorted(sizes)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self._capture(step, pool, progress)
+        self._capture(step, progress)
 
     def bucket(self, rows: int) -> int | None:
         """The smallest bucket that holds `rows`; None when none does."""
@@ -49,7 +46,8 @@ class DecodeGraphs:
         graph.replay()
         return logits
 
-    def _capture(self, step: Callable[[int], Tensor], pool: Any, progress: Progress) -> None:
+    def _capture(self, step: Callable[[int], Tensor], progress: Progress) -> None:
+        pool = torch.cuda.graph_pool_handle()
         for done, size in enumerate(reversed(self._sizes), start=1):
             step(size)  # compiles what is not compiled, and lets cuBLAS choose
             torch.cuda.synchronize()

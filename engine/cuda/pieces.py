@@ -54,19 +54,18 @@ class Pieces:
 
 class MixedGraphs:
     """Pieces by bucket. step: a pass over so many tokens on the current stream, which attends as it is told, and its
-    residual. attended: dtype[LARGEST, heads * head_dim]."""
+    residual. attended: dtype[largest of sizes, heads * head_dim]."""
 
     def __init__(
         self,
         sizes: Sequence[int],
         step: Callable[[int, AttentionStep], Tensor],
         attended: Tensor,
-        pool: Any,
         progress: Progress,
     ) -> None:
-        """pool: the graphs' memory, of `torch.cuda.graph_pool_handle`; shared with other graphs that run in turn."""
         self._sizes = sorted(sizes)
         self._pieces: dict[int, Pieces] = {}
+        pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         for done, size in enumerate(reversed(self._sizes), start=1):
@@ -74,6 +73,7 @@ class MixedGraphs:
                 self._pieces[size] = _captured(step, size, attended[:size], pool)
             progress(CAPTURING_PIECES, done, len(self._sizes))
         torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.empty_cache()  # of the passes ahead of the captures: nothing runs on that stream again
 
     def bucket(self, tokens: int) -> int | None:
         """The smallest bucket that holds `tokens`; None when none does."""
@@ -111,8 +111,12 @@ def _captured(step: Callable[[int, AttentionStep], Tensor], tokens: int, attende
     torch.cuda.synchronize()
     cuts = _Cuts(attended, pool)
     cuts.begin()
-    residual = step(tokens, cuts)
-    cuts.end()
+    try:
+        residual = step(tokens, cuts)
+    finally:
+        cuts.end()
+    for graph in cuts.graphs:
+        graph.replay()  # the first replay takes the graph to the device
     return Pieces(tuple(cuts.graphs), tuple(cuts.queries), attended, borrowed(residual))
 
 

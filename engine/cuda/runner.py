@@ -21,7 +21,7 @@ from engine.attention.split import capacity, num_streams
 from engine.attention.torch_paged import AttentionStep
 from engine.cuda.graphs import DecodeGraphs, buckets
 from engine.cuda.input import TOKEN_ARRAYS, CudaInput
-from engine.cuda.pieces import LARGEST, MixedGraphs, token_buckets
+from engine.cuda.pieces import MixedGraphs, token_buckets
 from engine.cuda.sampler import CudaSampler, StepLaw
 from engine.kernels.paged_decode import DecodeScratch
 from engine.memory.memory import KVPool, Memory
@@ -96,11 +96,11 @@ class CudaRunner:
         ]
         self._ring = Ring()
         self._flying: deque[Launched] = deque()
-        captured, pool = decode == "graph", torch.cuda.graph_pool_handle()
-        self.graphs = DecodeGraphs(buckets(rows) if captured else (), self._decode, pool, progress)
-        sizes = token_buckets(limits.max_tokens) if captured else ()
-        attended = torch.zeros(LARGEST, config.q_size, dtype=kv.keys[0].dtype, device=device)
-        self.mixed = MixedGraphs(sizes, self._pass, attended, pool, progress)
+        captured = decode == "graph"
+        self.graphs = DecodeGraphs(buckets(rows) if captured else (), self._decode, progress)
+        sizes = token_buckets(limits.max_tokens) if captured else []
+        attended = torch.zeros(max(sizes, default=0), config.q_size, dtype=kv.keys[0].dtype, device=device)
+        self.mixed = MixedGraphs(sizes, self._pass, attended, progress)
 
     @property
     def num_blocks(self) -> int:

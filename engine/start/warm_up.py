@@ -32,12 +32,12 @@ def warm_up(runner: Runner, limits: Limits, max_context: int, progress: Progress
 
 
 def largest_steps(limits: Limits, max_context: int) -> Iterator[StepPlan]:
-    """Few tokens in one row, scored, so that the head runs over as many; most tokens in one row, at the end of the
-    longest context, all scored; most rows that sample, filtered and not; decode rows beside a prefill of the rest of
-    the tokens."""
+    """Few tokens in one row, at the end of the longest context (attention has another kernel for these), scored, so
+    that the head runs over as many; most tokens in one row, likewise; most rows that sample, filtered and not; decode
+    rows beside a prefill of the rest of the tokens."""
     for few in FEW_TOKENS:
         if few <= min(limits.max_tokens, max_context - 1):
-            yield _plan([0], 0, [0], [few], SamplingParams(), scored=True)
+            yield _plan([0], 0, [max_context - 1 - few], [few], SamplingParams(), scored=True)
     chunk = min(limits.max_tokens, max_context - 1)
     yield _plan([0], 0, [max_context - 1 - chunk], [chunk], FILTERED, scored=True)
     rows = min(limits.max_rows, limits.max_tokens)
