@@ -72,11 +72,16 @@ def _functions(module: ModuleType) -> list[Callable[..., Any]]:
     if listed is not None:
         if missing := [name for name in listed if not hasattr(module, name)]:
             raise ValueError(f"its __all__ names {missing[0]!r}, which it does not have")
-        return [found for name in listed if inspect.isfunction(found := getattr(module, name))]
+        return [found for name in listed if _is_function(found := getattr(module, name))]
     return [
         found
         for name, found in vars(module).items()
-        if inspect.isfunction(found)
+        if _is_function(found)
         and (found.__module__, found.__name__) == (module.__name__, name)
         and not name.startswith("_")
     ]
+
+
+def _is_function(found: Any) -> bool:
+    """Also one that `functools.cache` or the like has wrapped in an object."""
+    return callable(found) and inspect.isfunction(inspect.unwrap(found))

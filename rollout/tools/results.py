@@ -5,7 +5,8 @@
 - Of an iterator, as a generator function returns, so many items are taken as the limit has characters.
 - Anything else is JSON: None is `null`, `{'celsius': 9}` is `{"celsius": 9}`; dataclasses, pydantic models, sets, dates
   and the like as pydantic writes them, arrays and tensors as lists of numbers; what is left is its `str()`, and where
-  its class defines none, or that fails, the name of the class.
+  its class defines none, or that fails, the name of the class. Where all of it is one string, it is itself: a table
+  keeps its lines.
 - What is longer than the limit is cut, and a line says so.
 """
 
@@ -43,7 +44,7 @@ def _text(value: Any, limit: int) -> str:
     if isinstance(value, Iterator):
         value = list(itertools.islice(value, limit))
     plain = to_jsonable_python(value, fallback=_plain, bytes_mode="utf8", inf_nan_mode="constants")
-    return json.dumps(plain, ensure_ascii=False)
+    return plain or '""' if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)
 
 
 def _plain(value: Any) -> Any:

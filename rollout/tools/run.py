@@ -164,7 +164,7 @@ async def _awaited(value: Awaitable[Any], limit: int) -> tuple[str, str]:
 
 def _has_address(function: Callable[..., Any]) -> bool:
     """Is it a plain function that another process finds by its name?"""
-    if not inspect.isfunction(function) or inspect.iscoroutinefunction(function):
+    if not inspect.isfunction(inspect.unwrap(function)) or inspect.iscoroutinefunction(function):
         return False
     module = sys.modules.get(function.__module__)
     return function.__module__ != "__main__" and getattr(module, function.__qualname__, None) is function

@@ -43,7 +43,7 @@ class Tool:
         check_function(function)
         if any_name := _any(function):
             raise _not_by_name(function, any_name)
-        doc = docstring_parser.parse(inspect.getdoc(function) or "")
+        doc = _doc(function)
         try:
             parameters = _model(function).model_json_schema(schema_generator=_Untitled)
         except PydanticUserError as error:
@@ -82,25 +82,26 @@ def check(function: Callable[..., Any], arguments: Mapping[str, Any], required: 
         made = model.model_validate(dict(arguments))
     except ValidationError as error:
         found = error.errors(include_url=False, include_input=False)
-        named = [f"{'.'.join(map(str, e['loc'])) or 'arguments'}: {e['msg']}" for e in found[:MAX_NAMED]]
+        known = ", ".join(str(info.alias) for info in model.model_fields.values()) or "none"
+        named = [f"{'.'.join(map(str, e['loc'])) or 'arguments'}: {_wrong(e, known)}" for e in found[:MAX_NAMED]]
         more = f"; and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
         raise BadArguments("; ".join(named) + more) from None
     if missing := [name for name in required if name not in arguments]:
         raise BadArguments("; ".join(f"{name}: Field required" for name in missing[:MAX_NAMED]))
     given = made.model_fields_set
-    known = {str(info.alias): getattr(made, key) for key, info in model.model_fields.items() if key in given}
-    return {**(made.model_extra or {}), **known}
+    values = {str(info.alias): getattr(made, key) for key, info in model.model_fields.items() if key in given}
+    return {**(made.model_extra or {}), **values}
 
 
 @functools.lru_cache(maxsize=1024)
 def _model(function: Callable[..., Any]) -> type[BaseModel]:
     """The parameters as a model. Its own field names are made up: a parameter may be called `schema` or `_x`."""
-    doc = docstring_parser.parse(inspect.getdoc(function) or "")
-    described = {entry.arg_name: entry.description for entry in doc.params}
-    hints = typing.get_type_hints(function, include_extras=True)
+    described = {entry.arg_name: entry.description for entry in _doc(function).params}
+    hints = typing.get_type_hints(_written(function), include_extras=True)
+    bound = function.keywords if isinstance(function, functools.partial) else {}
     fields: dict[str, Any] = {}
     for i, (name, parameter) in enumerate(inspect.signature(function).parameters.items()):
-        if parameter.kind is parameter.VAR_KEYWORD:
+        if parameter.kind is parameter.VAR_KEYWORD or name in bound:
             continue
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise _not_by_name(function, name)
@@ -116,6 +117,23 @@ def _any(function: Callable[..., Any]) -> str | None:
     """The name under which it takes arguments of any name."""
     parameters = inspect.signature(function).parameters.values()
     return next((parameter.name for parameter in parameters if parameter.kind is parameter.VAR_KEYWORD), None)
+
+
+def _written(function: Any) -> Any:
+    """What has the hints and the docstring: of a partial its function, of an object that can be called its method."""
+    if isinstance(function, functools.partial):
+        return _written(function.func)
+    return function if hasattr(function, "__name__") else type(function).__call__
+
+
+def _doc(function: Callable[..., Any]) -> docstring_parser.Docstring:
+    # It is cleaned twice, which a first line that is a heading would not survive.
+    return docstring_parser.parse("\n" + (inspect.getdoc(_written(function)) or ""))
+
+
+def _wrong(error: Any, known: str) -> str:
+    unknown = error["type"] == "extra_forbidden" and len(error["loc"]) == 1
+    return f"there is no such argument; known: {known}" if unknown else str(error["msg"])
 
 
 def _unusable(function: Callable[..., Any], error: Exception) -> ValueError:
@@ -134,4 +152,6 @@ class _Untitled(GenerateJsonSchema):
 
 
 def _name(function: Callable[..., Any]) -> str:
+    if isinstance(function, functools.partial):
+        return _name(function.func)
     return str(getattr(function, "__name__", type(function).__name__))

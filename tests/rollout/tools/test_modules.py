@@ -47,6 +47,16 @@ def test_or_those_that_it_lists() -> None:
     assert names("made_a") == ["dedent", "f"]
 
 
+def test_a_function_in_a_wrapper_is_one() -> None:
+    source = (
+        "import functools\nfrom typing import NewType\nId = NewType('Id', int)\n@functools.cache\ndef f(a: int): ...\n"
+    )
+    module("made_a", source)
+    assert names("made_a") == ["f"]
+    module("made_b", source + "__all__ = ['Id', 'f']\n")
+    assert names("made_b") == ["f"]
+
+
 def test_several_modules_are_one_environment() -> None:
     module("made_a", "def f(): ...\n")
     module("made_b", "async def g(): ...\ndef reward(episode): return len(episode.answer)\n")

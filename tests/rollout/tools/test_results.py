@@ -41,6 +41,18 @@ class Spoken:
         return "Spoken()"
 
 
+class Table:
+    """As data frames are."""
+
+    def __repr__(self) -> str:
+        return "a  b\n1  2"
+
+
+class Silent:
+    def __str__(self) -> str:
+        return ""
+
+
 class Listed:
     """As tensors of several libraries are."""
 
@@ -71,15 +83,18 @@ class Broken:
         ({1: {2}}, '{"1": [2]}'),
         (Point(1, "a"), '{"x": 1, "label": "a"}'),
         (Model(day=datetime.date(2020, 1, 2)), '{"day": "2020-01-02"}'),
-        (Colour.RED, '"red"'),
-        (Decimal("1.50"), '"1.50"'),
+        (Colour.RED, "red"),
+        (Decimal("1.50"), "1.50"),
         (np.float32(2.5), "2.5"),
         (np.arange(3), "[0, 1, 2]"),
         ({"a": np.int64(7)}, '{"a": 7}'),
-        (Plain(), '"<Plain>"'),
+        (Plain(), "<Plain>"),
         ([Plain()], '["<Plain>"]'),
-        (Spoken(), '"Spoken()"'),
-        (Broken(), '"<Broken>"'),
+        (Spoken(), "Spoken()"),
+        ([Spoken()], '["Spoken()"]'),
+        (Table(), "a  b\n1  2"),
+        (Silent(), '""'),
+        (Broken(), "<Broken>"),
         ("\ud800", "?"),
         (float("inf"), "Infinity"),
         (memoryview(b"abc"), "abc"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -80,9 +81,10 @@ def test_arguments_become_the_functions_own_types() -> None:
         ({"city": 5}, "city: Input should be a valid string"),
         ({"city": "x", "days": 8}, "days: Input should be less than or equal to 7"),
         ({"city": "x", "unit": "K"}, "unit: Input should be 'C' or 'F'"),
-        ({"city": "x", "town": 1}, "town: Extra inputs are not permitted"),
-        ({"city": "x", "parameter_1": 1}, "parameter_1: Extra inputs"),
+        ({"city": "x", "town": 1}, "town: there is no such argument; known: city, days, "),
+        ({"city": "x", "parameter_1": 1}, "parameter_1: there is no such argument"),
         ({"city": "x", "at": {}}, "at.city: Field required"),
+        ({"city": "x", "at": {"city": "x", "zip": 5, "street": 1}}, "at.street: Unexpected keyword argument"),
     ],
 )
 def test_what_does_not_fit_is_named(arguments: dict[str, Any], named: str) -> None:
@@ -142,5 +144,46 @@ def test_what_json_cannot_hold_is_refused_by_the_name_of_the_function() -> None:
     for function, said in ((arrays, "ndarray"), (calls, "Callable"), (mine, "Opaque")):
         with pytest.raises(ValueError, match=f"^{function.__name__}: .*{said}"):
             Tool.of(function)
-    with pytest.raises(ValueError, match=r"^Opaque: .*is not a module, class, method, or function"):
-        Tool.of(Opaque())
+
+
+def scaled(value: float, factor: float, shift: float = 0.0) -> float:
+    """Scale it.
+
+    Args:
+        value: what
+        factor: by how much
+    """
+    return value * factor + shift
+
+
+def test_objects_that_can_be_called_and_partials_are_functions_too() -> None:
+    tool = Tool.of(Opaque())
+    assert (tool.name, tool.parameters["properties"]) == ("Opaque", {"a": {"type": "integer"}})
+    assert check(tool.function, {"a": "4"}) == {"a": 4}
+    tool = Tool.of(functools.partial(scaled, factor=3.0))
+    assert (tool.name, tool.description) == ("scaled", "Scale it.")
+    value = {"description": "what", "type": "number"}
+    assert tool.parameters["properties"] == {"value": value, "shift": {"default": 0.0, "type": "number"}}
+    assert tool.function(**check(tool.function, {"value": 2})) == 6.0
+    with pytest.raises(BadArguments, match="factor: there is no such argument; known: value, shift"):
+        check(tool.function, {"value": 2, "factor": 5})
+    placed = Tool.of(functools.partial(scaled, 2.0))
+    assert list(placed.parameters["properties"]) == ["factor", "shift"]
+    assert Tool("own", "", {}, functools.partial(scaled, factor=1.0)).function is not None
+
+
+def test_a_docstring_may_begin_with_its_arguments() -> None:
+    def terse(a: int) -> None:
+        """Args:
+        a: the only one
+        """
+
+    def indented(a: int) -> None:
+        """
+        Args:
+            a: the only one
+        """
+
+    assert Tool.of(indented).parameters["properties"]["a"]["description"] == "the only one"
+    assert Tool.of(indented).description == ""
+    assert "a" in Tool.of(terse).parameters["properties"]
