@@ -139,4 +139,4 @@ async def leaving(raises: bool) -> Any:
 @pytest.mark.parametrize("raises", [False, True])
 def test_a_result_that_would_end_the_loop_does_not(raises: bool) -> None:
     (result,) = called((leaving, {"raises": raises}))
-    assert result.text == ("error: ValueError (it cannot be printed)" if raises else '"<Leaving>"')
+    assert result.text == ("error: ValueError (it cannot be printed)" if raises else "<Leaving>")
