@@ -41,6 +41,10 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+ENDS_S = 0.003
+"""How long a turn of the loop may take over what has ended: the client reads the first results of a step that ended
+many while the worker is at the others."""
+
 
 @dataclass(slots=True)
 class _Waiting:
@@ -61,7 +65,7 @@ class AsyncEngine:
         self._handle = handle
         self._outbox: list[Command] = []
         self._ended: deque[tuple[_Waiting, Completion]] = deque()
-        self._settling = Pace(self._settle_next)
+        self._settling = Pace(self._settle_next, ENDS_S)
         self._requests: dict[str, _Waiting] = {}
         self._holding: set[str] = set()
         self._prepares: dict[str, asyncio.Future[WeightsInfo]] = {}

@@ -17,7 +17,8 @@ FIRST = 8
 
 
 class Pace:
-    """Calls `step` until it returns False, a burst in each turn of the loop. `wake`: there may be something to do.
+    """Calls `step` until it returns False, a burst in each turn of the loop, which may take `turn_s`. `wake`: there may
+    be something to do.
 
     What a step leads to (tasks that it starts or wakes) costs more than the step and comes a few turns after it. So
     the length of a burst follows from how long the loop takes to come round again, whatever it does meanwhile: it
@@ -25,8 +26,9 @@ class Pace:
     before the first burst after a rest says nothing of it.
     """
 
-    def __init__(self, step: Callable[[], bool]) -> None:
+    def __init__(self, step: Callable[[], bool], turn_s: float = TURN_S) -> None:
         self._step = step
+        self._turn_s = turn_s
         self._burst = FIRST
         self._since: float | None = None
         self._scheduled: asyncio.Handle | None = None
@@ -40,7 +42,7 @@ class Pace:
         before, self._since = self._since, time.perf_counter()
         if before is not None:
             took = max(self._since - before, 1e-6)
-            self._burst = max(1, int(self._burst * min(2.0, TURN_S / took)))
+            self._burst = max(1, int(self._burst * min(2.0, self._turn_s / took)))
         for _ in range(self._burst):
             if not self._step():
                 self._scheduled = None
