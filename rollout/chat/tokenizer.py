@@ -105,7 +105,8 @@ class Tokenizer:
 
     def _encoded(self, text: str) -> Any:
         try:
-            return self._plain.encode(text, add_special_tokens=False)
+            # Of a single text the library holds the interpreter, a second for each MiB; of a batch it does not.
+            return self._plain.encode_batch([text], add_special_tokens=False)[0]
         except TypeError:
             lone = next((character for character in text if "\ud800" <= character <= "\udfff"), None)
             if lone is None:
@@ -117,7 +118,7 @@ class Tokenizer:
 
     def decode(self, ids: Ids) -> str:
         """Added tokens are written as they are; ids that the tokenizer does not have (a padded head's) are ''."""
-        text: str = self._whole.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
+        text: str = self._whole.decode_batch([np.asarray(ids).tolist()], skip_special_tokens=False)[0]
         return text
 
     def special(self, token: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -340,3 +341,29 @@ def test_thousands_of_tokens_cost_no_more_than_a_few() -> None:
 def test_which_tokens_are_reserved() -> None:
     assert BYTE_LEVEL_OURS.reserved == {"<|im_start|>", "<|im_end|>"}
     assert set(BYTE_LEVEL_OURS.control) == {"<|im_start|>", "<|im_end|>", "<think>", "<tool_response>"}
+
+
+@pytest.mark.parametrize("what", ["encode", "decode"])
+def test_a_long_text_does_not_keep_the_interpreter(what: str) -> None:
+    """An event loop beside it goes on."""
+    tokenizer = Tokenizer(byte_level().to_str().encode())
+    text = "hello world, " * 2**15
+    ids = np.tile(tokenizer.encode(text), 16)
+    go, done = threading.Event(), threading.Event()
+
+    def work() -> None:
+        go.wait()
+        tokenizer._encoded(text) if what == "encode" else tokenizer.decode(ids)
+        done.set()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    go.set()
+    began = last = time.monotonic()
+    longest = 0.0
+    while not done.is_set():
+        time.sleep(0.001)
+        now = time.monotonic()
+        longest, last = max(longest, now - last), now
+    thread.join()
+    assert longest < (last - began) / 2
