@@ -46,6 +46,7 @@ class Conversation:
         self._begins = len(submitted)
         self._template = template
         self._owner = owner
+        self._followed: TurnResult | None = None
 
     @property
     def may_branch(self) -> bool:
@@ -90,12 +91,15 @@ class Conversation:
         Without messages the trajectory is done. The deadlines of the answer that this is part of hold for the
         template too, which is rendered beside the event loop.
         Raises ChatError where the template does not take these messages, cannot append them, or does not come to an
-        end; then nothing was said.
+        end; then nothing was said. So it does where something was said after that turn.
         """
+        if turn is self._followed:
+            raise ChatError(f"what follows turn {turn.index} was said already: give all its messages at once")
         new = checked_messages(messages)
         said = {"role": "assistant", "content": self.text(turn)}
         if not new:
             self.messages.append(said)
+            self._followed = turn
             return Step(done=True, reward=reward, called=called)
         try:
             past = [*self.messages, said]
@@ -103,6 +107,7 @@ class Conversation:
         except TimeoutError:
             raise ChatError(f"the chat template did not come to an end within {RENDER_S:g} s") from None
         self.messages += (said, *new)
+        self._followed = turn
         return Step(
             branch=branch,
             glue=glue,

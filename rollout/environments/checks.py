@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from numbers import Real
 from typing import Any
 
@@ -31,7 +32,16 @@ class BadAnswer(SpeaksForItself):
 
 
 def check_class(factory: Any) -> None:
-    """What a class says of its environments. Raises BadAnswer where that has no meaning."""
+    """What makes environments, and says what they will be like. Raises BadAnswer where that has no meaning."""
+    with suppress(ValueError):  # it has no signature
+        try:
+            inspect.signature(factory).bind()
+        except TypeError as error:
+            raise BadAnswer(
+                f"it is made without arguments, what a submit configures is in context.config: {error}"
+            ) from None
+    if (on_length := getattr(factory, "on_length", "end")) not in ("end", "continue"):
+        raise BadAnswer(f"on_length is {on_length!r}, neither 'end' nor 'continue'")
     where = getattr(factory, "isolation", "worker")
     if where not in ("worker", "process"):
         raise BadAnswer(f"isolation is {where!r}, neither 'worker' nor 'process'")
@@ -177,7 +187,8 @@ def _ids(value: Any, name: str, vocab_size: int) -> IntArray | None:
     elif isinstance(value, np.ndarray) and value.dtype.kind in "iu" and value.ndim == 1:
         ids = value
     else:
-        raise BadAnswer(f"{name} is {_kind(value)}, not a list or one-dimensional integer array")
+        advice = ": context.encode makes ids of it, chat.follow a message" if isinstance(value, str) else ""
+        raise BadAnswer(f"{name} is {_kind(value)}, not a list or one-dimensional integer array{advice}")
     if (outside := outside_of(ids, vocab_size)) is not None:
         raise BadAnswer(f"{name}[{outside}] is {value[outside]}, outside of the vocabulary of {vocab_size} ids")
     return ids.astype(np.int32)

@@ -216,3 +216,19 @@ def test_in_another_process_it_goes_on_from_there() -> None:
 class Here:
     def get(self) -> Any:
         return chat()
+
+
+def test_a_turn_is_followed_once() -> None:
+    """The second time, it would be said twice."""
+
+    async def body() -> list[Any]:
+        talk, turn = conversation(), said("hi")
+        with pytest.raises(ChatError, match="must be a string"):
+            await talk.follow(turn, {"role": "user", "content": 5})
+        await talk.follow(turn, MORE)
+        with pytest.raises(ChatError, match="said already: give all its messages at once"):
+            await talk.follow(turn, MORE)
+        await talk.follow(said("there"))
+        return [message["content"] for message in talk.messages]
+
+    assert asyncio.run(body()) == ["hello", "hi", "and tomorrow?", "there"]

@@ -23,6 +23,7 @@ VOCAB = MODEL.vocab_size
         ((1, 2), "a tuple, not a Step"),
         (Step, "a ABCMeta|a type, not a Step"),
         (Step(observation="text"), "observation is a str"),
+        (Step(observation="hello"), "observation is a str, .*: context.encode makes ids of it"),
         (Step(observation=[1.5]), r"observation\[0\] is a float"),
         (Step(observation=[1, True]), r"observation\[1\] is a bool"),
         (Step(observation=[1, None]), r"observation\[1\] is None"),

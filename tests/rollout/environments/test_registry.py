@@ -79,6 +79,8 @@ def test_a_class_that_can_be_no_environment_is_refused_at_start() -> None:
     [
         ({"isolation": "proces"}, "'a': isolation is 'proces', neither 'worker' nor 'process'"),
         ({"isolation": True}, "isolation is True"),
+        ({"on_length": "continu"}, "'a': on_length is 'continu', neither 'end' nor 'continue'"),
+        ({"__init__": lambda _self, _config: None}, "'a': it is made without arguments, .* missing .* '_config'"),
         ({"chat_roles": "user"}, "'a': chat_roles is 'user', not a tuple of roles"),
         ({"chat_roles": (1,)}, r"chat_roles is \(1,\)"),
         ({"chat_roles": 1}, r"chat_roles is 1, not"),
