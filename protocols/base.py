@@ -184,22 +184,21 @@ class Value(BaseModel):
 
         All fields count as set. Raises TypeError for one that is missing or unknown.
         """
-        defaults, required, factories, names = _defaults(cls)
-        fields = {**defaults, **values}
-        if len(fields) > len(defaults) or not required <= values.keys():
-            wrong = (required - values.keys()) | (values.keys() - defaults.keys())
+        known = _fields_of(cls)
+        if not known.required <= values.keys() <= known.names:
+            wrong = (known.required - values.keys()) | (values.keys() - known.names)
             raise TypeError(f"{cls.__name__}: {', '.join(sorted(wrong))} missing or unknown")
-        for name, make in factories:
+        fields = {**known.defaults, **values}
+        for name, make in known.factories:
             if name not in values:
                 fields[name] = make()
-        return _made(cls, fields, names if _fields_set is None else _fields_set)
+        return _made(cls, fields)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """As pydantic's, likewise. update: changed fields, which nothing checks."""
         if deep:
             return super().model_copy(update=update, deep=True)
-        cls = type(self)
-        return _made(cls, {**self.__dict__, **(update or {})}, _defaults(cls)[3])
+        return _made(type(self), {**self.__dict__, **(update or {})})
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
@@ -217,17 +216,27 @@ class Value(BaseModel):
 
 
 V = TypeVar("V", bound=Value)
-Defaults = tuple[dict[str, Any], frozenset[str], tuple[tuple[str, Callable[[], Any]], ...], set[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Fields:
+    """Of one model. defaults: all in order, at those that can be shared. factories: what makes the others."""
+
+    names: set[str]
+    required: frozenset[str]
+    defaults: dict[str, Any]
+    factories: tuple[tuple[str, Callable[[], Any]], ...]
 
 
 @cache
-def _defaults(kind: type[Value]) -> Defaults:
-    """All fields in order, at their defaults where those can be shared; which are required; what makes the rest; all
-    names."""
+def _fields_of(kind: type[Value]) -> _Fields:
     fields = kind.__pydantic_fields__.items()
-    required = frozenset(name for name, field in fields if field.is_required())
-    factories = tuple((name, cast(Any, field.default_factory)) for name, field in fields if field.default_factory)
-    return {name: field.default for name, field in fields}, required, factories, set(kind.__pydantic_fields__)
+    return _Fields(
+        names=set(kind.__pydantic_fields__),
+        required=frozenset(name for name, field in fields if field.is_required()),
+        defaults={name: field.default for name, field in fields},
+        factories=tuple((name, cast(Any, field.default_factory)) for name, field in fields if field.default_factory),
+    )
 
 
 # The slots of a model themselves: `object.__setattr__` looks for each along the classes first.
@@ -237,10 +246,10 @@ _set_fields, _set_names, _set_extra, _set_private = (
 )
 
 
-def _made(kind: type[V], fields: dict[str, Any], names: set[str]) -> V:
+def _made(kind: type[V], fields: dict[str, Any]) -> V:
     made = object.__new__(kind)
     _set_fields(made, fields)
-    _set_names(made, names)
+    _set_names(made, _fields_of(kind).names)
     _set_extra(made, None)
     _set_private(made, None)
     return made

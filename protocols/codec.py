@@ -52,7 +52,7 @@ def encode(message: Value) -> list[bytes | memoryview]:
             return value.__dict__
         if isinstance(value, np.ndarray):
             described = _described(len(blobs), value.dtype, value.shape)
-            blobs.append((value if value.ndim == 1 else value.reshape(-1)).view(np.uint8).data)
+            blobs.append(value.reshape(-1).view(np.uint8).data)
             return described
         if isinstance(value, np.generic):
             return value.item()
