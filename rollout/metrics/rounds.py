@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from itertools import pairwise
-from operator import attrgetter
 
 import numpy as np
 
@@ -17,7 +16,6 @@ from rollout.metrics.row import ROUND_AXIS
 
 PARTS = tuple(Times.model_fields)
 """What a trajectory waits for; the order of `OpenRound.times`."""
-_seconds = attrgetter(*PARTS)
 WHOLE: frozenset[Status] = frozenset(("completed", "truncated"))
 """Trajectories that ended by themselves: their lengths are those of the policy."""
 
@@ -52,17 +50,17 @@ class Rounds:
     """Rounds that are under way. Records of `purpose` eval count nowhere."""
 
     def __init__(self) -> None:
-        self._open: dict[Round, OpenRound] = {}
+        self._open: defaultdict[Round, OpenRound] = defaultdict(OpenRound)
         self._seen: set[TrajectoryReason] = set()
 
     def accept(self, batch: Round, trajectories: int) -> None:
-        self._of(batch).accepted += trajectories
+        self._open[batch].accepted += trajectories
 
     def add(self, batch: Round, record: Record, version: int, now: float) -> None:
         """A trajectory ended at `now` (`time.monotonic()`), while weights of `version` served."""
         if record.purpose == "eval":
             return
-        counted = self._of(batch)
+        counted = self._open[batch]
         turns = [turn for segment in record.segments for turn in segment.turns]
         length = sum(turn.length for turn in turns)
         counted.tokens += length
@@ -70,7 +68,7 @@ class Rounds:
         counted.reasons[record.finish_reason] += 1
         counted.ended.append(now)
         counted.trained.add(record.group_id)
-        counted.times.append(_seconds(record.times))
+        counted.times.append(tuple(getattr(record.times, part) for part in PARTS))
         for segment in record.segments:
             for before, turn in pairwise(segment.turns):
                 computed = (before.start + before.length - 1) // BLOCK_SIZE * BLOCK_SIZE  # the last token has no KV yet
@@ -81,12 +79,12 @@ class Rounds:
             counted.turns.append(len(turns))
         elif record.finish_reason == "abort_surplus":
             counted.cut.append(length)
-        oldest = [run[0] for segment in record.segments for run in segment.weight_versions.tolist() if run[1]]
-        if oldest:
-            counted.staleness.append(version - min(oldest))
+        versions = [run[0] for segment in record.segments for run in segment.weight_versions.tolist() if run[1]]
+        if versions:
+            counted.staleness.append(version - min(versions))
 
     def group_done(self, batch: Round, group_id: str, seconds: float) -> None:
-        counted = self._of(batch)
+        counted = self._open[batch]
         if group_id in counted.trained:
             counted.groups.append(seconds)
 
@@ -126,11 +124,6 @@ class Rounds:
         for batch, counted in self._open.items():
             return batch.step, len(counted.ended), counted.accepted
         return None
-
-    def _of(self, batch: Round) -> OpenRound:
-        if (counted := self._open.get(batch)) is None:
-            counted = self._open[batch] = OpenRound()
-        return counted
 
 
 def _spread(name: str, values: list[int] | list[float], **wanted: int | None) -> dict[str, float]:

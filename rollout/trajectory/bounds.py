@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from protocols.fields import Budget, TrajectoryReason, Truncation, Turn
+from protocols.fields import Budget, Truncation, Turn
 from rollout.environments.answer import End
 
 
@@ -23,18 +23,14 @@ class Bounds:
     def overflow(self) -> End:
         """It would need more tokens."""
         if self.tokens < self.max_context:
-            return _end("max_total_tokens", "max_total_tokens", self.tokens)
+            return End("max_total_tokens", Truncation(limit="max_total_tokens", value=self.tokens))
         return self.context_overflow()
 
     def context_overflow(self) -> End:
-        return _end("context_overflow", "max_context", self.max_context)
+        return End("context_overflow", Truncation(limit="max_context", value=self.max_context))
 
     def cut(self, turn: Turn) -> End:
         """It ends because its turn was cut."""
         if turn.finish_reason == "turn_deadline":
-            return _end("length", "turn_deadline_s", self.budget.turn_deadline_s or 0.0)
-        return _end("length", "max_tokens", turn.length)
-
-
-def _end(reason: TrajectoryReason, limit: str, value: float) -> End:
-    return End(reason, Truncation.model_construct(limit=limit, value=float(value)))
+            return End("length", Truncation(limit="turn_deadline_s", value=self.budget.turn_deadline_s or 0.0))
+        return End("length", Truncation(limit="max_tokens", value=turn.length))

@@ -253,7 +253,7 @@ class Rollout:
                 end = scored
             else:
                 rewards = scored
-        partial = self._state.partial(self._trajectory) if STATUS_OF[end.reason] == "aborted" else None
+        partial = self._state.partial(self._trajectory)
         return self._trajectory.to_record(end, self._watch.total, self._watch.wall_s, rewards, partial)
 
     def _broken(self, error: BaseException) -> Record:
@@ -281,10 +281,7 @@ class Rollout:
         return self._cancelled, self._overdue
 
     def _stopped(self) -> End | None:
-        for stop in self._stops:
-            if stop.done():
-                return stop.result()
-        return None
+        return next((stop.result() for stop in self._stops if stop.done()), None)
 
     def _context(self) -> Context:
         ask = self._mailbox.ask

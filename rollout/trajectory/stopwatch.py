@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import time
-from operator import attrgetter
 
 from engine.request import Times as EngineTimes
 from protocols.fields import Times
 
 ENGINE_PARTS = ("queue", "prefill", "decode", "preempted", "paused")
-PARTS = tuple(Times.model_fields)
-_engine_parts = attrgetter(*ENGINE_PARTS)
 
 
 class Stopwatch:
@@ -23,11 +20,11 @@ class Stopwatch:
     def __init__(self, start: float | None) -> None:
         """start: `time.monotonic()` of the first moment; None is now."""
         self._start = self._mark = time.monotonic() if start is None else start
-        self._seconds = dict.fromkeys(PARTS, 0.0)
+        self._seconds = dict.fromkeys(Times.model_fields, 0.0)
 
     @property
     def total(self) -> Times:
-        return Times.model_construct(None, **self._seconds)
+        return Times(**self._seconds)
 
     @property
     def wall_s(self) -> float:
@@ -44,14 +41,14 @@ class Stopwatch:
     def turn(self, engine: EngineTimes) -> Times:
         """Until now the engine had it."""
         lap = self._lap()
-        parts: dict[str, float] = dict(zip(ENGINE_PARTS, _engine_parts(engine), strict=True))
+        parts = {name: getattr(engine, name) for name in ENGINE_PARTS}
         claimed = sum(parts.values())
         if claimed > lap:
             parts = {name: seconds * lap / claimed for name, seconds in parts.items()}
         parts["queue"] += max(lap - claimed, 0.0)
         for name, seconds in parts.items():
             self._seconds[name] += seconds
-        return Times.model_construct(None, **parts)
+        return Times.model_construct(**parts)
 
     def tool(self) -> float:
         """Until now the environment had it. Returns the seconds."""

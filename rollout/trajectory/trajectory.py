@@ -46,7 +46,6 @@ class Trajectory:
         self._budget = spec.group.budget
         self._stop = stop_rule(self._sampling, model.eos_ids)
         self._bounds = Bounds(self._budget, model.max_context)
-        self._most = self._bounds.tokens
         self._segments = Segments(self._sampling.logprobs, spec.group.prompt, spec.group.prompt_source)
         self._turn_limit = self._sampling.max_tokens
         self._turns: list[Turn] = []
@@ -59,7 +58,7 @@ class Trajectory:
 
     @property
     def length(self) -> int:
-        return self._segments.now.length
+        return self._tokens.length
 
     @property
     def key(self) -> str:
@@ -107,8 +106,8 @@ class Trajectory:
             )
             if ids is not None
         ]
-        room = self._room() if answer.branch is None else self._most
-        if parts and sum(len(ids) for ids, _ in parts) > room:
+        room = self._room() if answer.branch is None else self._bounds.tokens
+        if sum(len(ids) for ids, _ in parts) > room:
             return self._bounds.overflow()
         if answer.branch is not None:
             if self._segments.index + 1 == MAX_SEGMENTS:
@@ -220,7 +219,7 @@ class Trajectory:
         self, end: End, times: fields.Times, wall_s: float, rewards: Rewards, partial: fields.Partial | None = None
     ) -> Record:
         """Raises ValueError where two lengths disagree (the segments check them; the rest is checked already)."""
-        spec, group, law = self._spec, self._spec.group, self._sampling
+        spec, group = self._spec, self._spec.group
         if (before := spec.before) is not None:
             times, wall_s = add_times(before.times, times), before.wall_s + wall_s
         status = STATUS_OF[end.reason]
@@ -234,7 +233,7 @@ class Trajectory:
             status=status,
             finish_reason=end.reason,
             segments=self._segments.values(self._turns, trainable=status != "failed", whole=partial is not None),
-            sampling=law if law.seed == spec.seed else law.model_copy(update={"seed": spec.seed}),
+            sampling=self._sampling.model_copy(update={"seed": spec.seed}),
             reward=rewards.total,
             rewards=dict(rewards.parts),
             error=end.failure,
@@ -272,7 +271,7 @@ class Trajectory:
         return scripted or index + 1 == self._budget.max_turns
 
     def _room(self) -> int:
-        return self._most - self._segments.now.length
+        return self._bounds.tokens - self.length
 
 
 def _failed(failure: Failure) -> End:
