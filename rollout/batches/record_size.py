@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgpack
+import numpy as np
 
 from protocols.codec import encode
 from protocols.fields import Group, Record
@@ -65,18 +66,12 @@ def largest_record(group: Group, max_context: int, echoed: int) -> int:
 
 def record_bytes(record: Record, echoed: int) -> int:
     """Bytes that a record occupies until it is acknowledged. echoed: `echoed_bytes` of its group."""
-    arrays = 0
+    size = RECORD_OVERHEAD + echoed
     for segment in record.segments:
-        arrays += segment.token_ids.nbytes + segment.source.nbytes + segment.logprobs.nbytes + segment.loss_mask.nbytes
-        arrays += segment.weight_versions.nbytes + segment.kv_versions.nbytes + TURN_BYTES * len(segment.turns)
-        for array in (
-            segment.prompt_logprobs,
-            segment.top_ids,
-            segment.top_logprobs,
-            *segment.more_logprobs.values(),
-        ):
-            arrays += 0 if array is None else array.nbytes
+        values = (*vars(segment).values(), *segment.more_logprobs.values())
+        size += sum(value.nbytes for value in values if isinstance(value, np.ndarray))
+        size += TURN_BYTES * len(segment.turns)
     if (partial := record.partial) is not None:
-        arrays += 0 if partial.messages is None else partial.messages.nbytes
-        arrays += 0 if partial.snapshot is None else len(msgpack.packb(partial.snapshot))
-    return RECORD_OVERHEAD + echoed + arrays
+        size += 0 if partial.messages is None else partial.messages.nbytes
+        size += 0 if partial.snapshot is None else len(msgpack.packb(partial.snapshot))
+    return size

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Literal
 
 from protocols.codec import fingerprint
 from protocols.errors import StaleVersion
@@ -192,17 +192,16 @@ class SubmittedGroup:
 
     def done(self) -> Event:
         batch = self.batch
-        now: dict[str, Any] = {
-            "counts": dict(self.count.ended),
-            "complete": self.complete,
-            "short": not self.complete and self.counted + self.kept < self.needed,
-            "kept": self.kept,
-        }
-
-        def message() -> GroupDone:
-            return GroupDone.model_construct(id=batch.submit_id, batch_id=batch.id, group_id=self.spec.id, **now)
-
-        return Event(self.key, message, settled=self.count.settled)
+        message = GroupDone(
+            id=batch.submit_id,
+            batch_id=batch.id,
+            group_id=self.spec.id,
+            counts=dict(self.count.ended),
+            complete=self.complete,
+            short=not self.complete and self.counted + self.kept < self.needed,
+            kept=self.kept,
+        )
+        return Event(self.key, lambda: message.model_copy(update={"id": batch.submit_id}), settled=self.count.settled)
 
 
 @dataclass(slots=True, eq=False)

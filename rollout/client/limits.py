@@ -47,7 +47,7 @@ def check_ids(ids: npt.NDArray[np.int32], welcome: Welcome, field: str) -> None:
     vocab, context = welcome.model.vocab_size, welcome.model.max_context
     if len(ids) >= context:
         raise PromptTooLong(f"{len(ids)} tokens leave no room in the worker's --max-context, {context}", field=field)
-    if ids.view(np.uint32).max() >= vocab:  # as a negative one is, too
+    if ids.min() < 0 or ids.max() >= vocab:
         raise BadRequest(f"ids lie in [0, {vocab}), found {ids.min()} .. {ids.max()}", field=field)
 
 

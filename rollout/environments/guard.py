@@ -148,18 +148,18 @@ class Guard:
         return self._budget.tool_deadline_s or self._patience.step_s
 
     async def _make_one(self, stops: Stops) -> Environment | End:
-        make = self._source
-        if isinstance(make, Environment):
-            self._environment = make
-            return make
-        if isinstance(make, Isolated):
+        source = self._source
+        if isinstance(source, Environment):
+            self._environment = source
+            return source
+        if isinstance(source, Isolated):
             # That a process has to start first is not the environment's fault.
-            prepare = make.prepare
+            prepare = source.prepare
             prepared = await self._calls.call("reset", lambda: prepare, (), _anything, self._patience.start_s, stops)
             if isinstance(prepared, End):
                 return prepared
-            make = prepared
-        made = await self._calls.call("reset", lambda: make, (), check_environment, self._within, stops)
+            source = prepared
+        made = await self._calls.call("reset", lambda: source, (), check_environment, self._within, stops)
         if not isinstance(made, End):
             self._environment = made
         return made
@@ -178,13 +178,7 @@ class Guard:
                 self._answer_by.stop()
         try:
             return await self._calls.call(
-                "step",
-                lambda: environment.step,
-                (turn,),
-                self._check_step,
-                within,
-                stops,
-                late,
+                "step", lambda: environment.step, (turn,), self._check_step, within, stops, late
             )
         finally:
             if self._answer_by is not None:

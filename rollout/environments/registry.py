@@ -106,8 +106,8 @@ class Registry:
 
         Raises BadRequest for a name that is unknown (the message lists the known ones) or cannot be imported.
         """
-        factory = self._factory(environment)
-        return dataclasses.replace(factory, owner=owner) if isinstance(factory, Placed) else factory
+        source = self._source(environment)
+        return dataclasses.replace(source, owner=owner) if isinstance(source, Placed) else source
 
     def at_hand(self, environment: fields.Environment) -> bool:
         """Is nothing of others' to be imported for it, nor to be called, before it is known what it takes?"""
@@ -117,7 +117,7 @@ class Registry:
         says = said_by(self._plugins[name])
         return not any(callable(getattr(says, said, None)) for said in ("chat_roles", "tool_schemas"))
 
-    def _factory(self, environment: fields.Environment) -> EnvironmentSource:
+    def _source(self, environment: fields.Environment) -> EnvironmentSource:
         name = environment.name
         if name == "scripted":
             return Scripted(environment.script)

@@ -89,7 +89,7 @@ class Sender:
         self._current = None
 
     def _pump_soon(self) -> None:
-        if self._scheduled is None and not self.closed and (self._queue or self._current is not None):
+        if self._scheduled is None and not self.closed and self.depth:
             self._scheduled = asyncio.get_running_loop().call_soon(self._pump)
 
     def _pump(self) -> None:
@@ -109,8 +109,7 @@ class Sender:
                 self._current.end = self.sent_bytes
                 self._in_flight.append(self._current)
                 self._current = None
-                if not counted:
-                    self._land()  # a reply that counts for nothing is acknowledged by nobody
+                self._land()  # a reply that counts for nothing is acknowledged by nobody
         self._pump_soon()
 
     def _load(self) -> bool:
