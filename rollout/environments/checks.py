@@ -45,6 +45,8 @@ def check_class(factory: Any) -> None:
     where = getattr(factory, "isolation", "worker")
     if where not in ("worker", "process"):
         raise BadAnswer(f"isolation is {where!r}, neither 'worker' nor 'process'")
+    if getattr(factory, "immediate", False) and inspect.iscoroutinefunction(getattr(factory, "step", None)):
+        raise BadAnswer("step is asynchronous, and immediate says that it does not wait")
     roles = getattr(factory, "chat_roles", ())
     if callable(roles):
         return
@@ -195,11 +197,10 @@ def _ids(value: Any, name: str, vocab_size: int) -> IntArray | None:
 
 
 def outside_of(ids: np.ndarray, vocab_size: int) -> int | None:
-    """Position of the first id that the model does not have."""
-    unsigned = ids.view(ids.dtype.str.replace("i", "u"))  # in which a negative one is large
-    if not len(ids) or unsigned.max() < vocab_size:
+    """Position of the first id that the model does not have. ids: of any kind of number."""
+    if not len(ids) or (ids.min() >= 0 and ids.max() < vocab_size):
         return None
-    return int(np.argmax(unsigned >= vocab_size))
+    return int(np.argmax((ids < 0) | (ids >= vocab_size)))
 
 
 def _kind(value: Any) -> str:

@@ -54,6 +54,13 @@ def test_a_step_that_means_nothing_is_refused_by_name(returned: Any, complaint: 
         check_step(returned, VOCAB)
 
 
+@pytest.mark.parametrize("ids", [np.array([5, -1], np.int8), np.array([5, -1], np.int16), [np.uint64(5), -1]])
+def test_a_negative_id_is_refused_however_narrow_its_integers_are(ids: Any) -> None:
+    """As an unsigned number of one or two bytes it would lie in the vocabulary; and numpy makes floats of a mixture."""
+    with pytest.raises(BadAnswer, match=r"observation\[1\] is -1, outside of the vocabulary"):
+        check_step(Step(observation=ids), 2**17)
+
+
 def test_a_step_is_copied_into_plain_arrays() -> None:
     buffer = np.array([4, 5], np.uint16)
     answer = check_step(

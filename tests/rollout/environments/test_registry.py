@@ -85,6 +85,7 @@ def test_a_class_that_can_be_no_environment_is_refused_at_start() -> None:
         ({"chat_roles": (1,)}, r"chat_roles is \(1,\)"),
         ({"chat_roles": 1}, r"chat_roles is 1, not"),
         ({"chat_roles": ["user "]}, r"chat_roles is \['user '\], not"),
+        ({"immediate": True}, "'a': step is asynchronous, and immediate says that it does not wait"),
     ],
 )
 def test_what_a_class_says_is_checked_at_start(says: dict[str, Any], complaint: str) -> None:
