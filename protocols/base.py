@@ -7,16 +7,17 @@ references to blobs, and the receiver's limits apply. `Received`, passed as pyda
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from functools import cache
 from reprlib import Repr
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Self, TypeVar, cast
 
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, GetCoreSchemaHandler, ValidationInfo, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from protocols.unchecked import fields_of, made_of
 
 if TYPE_CHECKING:
     from protocols.limits import Limits
@@ -184,7 +185,7 @@ class Value(BaseModel):
 
         All fields count as set. Raises TypeError for one that is missing or unknown.
         """
-        known = _fields_of(cls)
+        known = fields_of(cls)
         if not known.required <= values.keys() <= known.names:
             wrong = (known.required - values.keys()) | (values.keys() - known.names)
             raise TypeError(f"{cls.__name__}: {', '.join(sorted(wrong))} missing or unknown")
@@ -192,13 +193,13 @@ class Value(BaseModel):
         for name, make in known.factories:
             if name not in values:
                 fields[name] = make()
-        return _made(cls, fields)
+        return made_of(cls, fields)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """As pydantic's, likewise. update: changed fields, which nothing checks."""
         if deep:
             return super().model_copy(update=update, deep=True)
-        return _made(type(self), {**self.__dict__, **(update or {})})
+        return made_of(type(self), {**self.__dict__, **(update or {})})
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
@@ -213,46 +214,6 @@ class Value(BaseModel):
         return f"{type(self).__name__}({', '.join(shown)})"
 
     __str__ = __repr__
-
-
-V = TypeVar("V", bound=Value)
-
-
-@dataclass(frozen=True, slots=True)
-class _Fields:
-    """Of one model. defaults: all in order, at those that can be shared. factories: what makes the others."""
-
-    names: set[str]
-    required: frozenset[str]
-    defaults: dict[str, Any]
-    factories: tuple[tuple[str, Callable[[], Any]], ...]
-
-
-@cache
-def _fields_of(kind: type[Value]) -> _Fields:
-    fields = kind.__pydantic_fields__.items()
-    return _Fields(
-        names=set(kind.__pydantic_fields__),
-        required=frozenset(name for name, field in fields if field.is_required()),
-        defaults={name: field.default for name, field in fields},
-        factories=tuple((name, cast(Any, field.default_factory)) for name, field in fields if field.default_factory),
-    )
-
-
-# The slots of a model themselves: `object.__setattr__` looks for each along the classes first.
-_set_fields, _set_names, _set_extra, _set_private = (
-    vars(BaseModel)[slot].__set__
-    for slot in ("__dict__", "__pydantic_fields_set__", "__pydantic_extra__", "__pydantic_private__")
-)
-
-
-def _made(kind: type[V], fields: dict[str, Any]) -> V:
-    made = object.__new__(kind)
-    _set_fields(made, fields)
-    _set_names(made, _fields_of(kind).names)
-    _set_extra(made, None)
-    _set_private(made, None)
-    return made
 
 
 class _Brief(Repr):
