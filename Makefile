@@ -53,4 +53,4 @@ gpu-test:  ## run the GPU and kernel tests with the interpreter at hand (it must
 	$(PYTHON) -m pytest -m "not stress" tests/gpu tests/engine/kernels tests/engine/cuda
 
 clean:  ## remove the environment and caches
-	rm -rf rollout-metrics .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf runs rollout-metrics .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
