@@ -162,6 +162,8 @@ class Core:
 
     def ack(self, trajectory_ids: Sequence[str]) -> None:
         """They leave a little later, with others."""
+        if self._is_over():
+            return
         with self._lock:
             self._acked.extend(trajectory_ids)
             if len(self._acked) == len(trajectory_ids):  # else those before them have not been taken yet
@@ -201,9 +203,13 @@ class Core:
 
     def _post_quietly(self, command: Callable[[Loop], None]) -> None:
         """For what has no meaning any more once the client is closed, and for finalizers."""
-        if os.getpid() == self._pid and self._ended is None:
+        if not self._is_over():
             with contextlib.suppress(RolloutError):
                 self._post(command)
+
+    def _is_over(self) -> bool:
+        """Also in a fork, where a thread that is not there may hold the lock."""
+        return os.getpid() != self._pid or self._ended is not None
 
     def _publish(self, welcome: Welcome) -> None:
         self.welcome = welcome

@@ -184,6 +184,37 @@ def test_a_forked_child_is_told_and_its_own_client_works(start: Start) -> None:
     assert (result.returncode, result.stdout, result.stderr) == (0, "parent fine\n", "")
 
 
+def test_an_ack_in_a_forked_child_waits_for_no_thread_of_its_parent(start: Start) -> None:
+    code = """
+        import os, signal, sys, threading
+        from rollout.client import RolloutClient
+
+        client = RolloutClient(sys.argv[1], timeout=10)
+        result = next(iter(client.submit(client.group([1]), auto_ack=False)))
+        held, done = threading.Event(), threading.Event()
+
+        def hold():
+            with client._core._lock:
+                held.set()
+                done.wait()
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        held.wait()
+        if (pid := os.fork()) == 0:
+            signal.alarm(10)
+            result.ack()
+            os._exit(0)
+        status = os.waitpid(pid, 0)[1]
+        done.set()
+        thread.join()
+        client.close()
+        print(os.waitstatus_to_exitcode(status))
+    """
+    result = python(code, start().address)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "0\n", "")
+
+
 @pytest.mark.parametrize(
     "ending", ["pass", "raise SystemExit(0)", "del client, batch; gc.collect()", "iter_thread.start()"]
 )
