@@ -48,7 +48,7 @@ async def arun(steps: Steps[T], timeout: float | None = None) -> T:
 
     limit = asyncio.timeout(timeout)
     try:
-        future = next(steps)
+        future = next(steps)  # what waits already ends it here, and costs no timer
         async with limit:
             while True:
                 try:
