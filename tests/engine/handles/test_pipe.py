@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from queue import SimpleQueue
 from threading import Thread
 from types import MappingProxyType
@@ -13,7 +14,7 @@ import pytest
 from engine.errors import EngineError, OutOfMemory
 from engine.handle import Report, Submit
 from engine.handles.pipe import Pipe, taken
-from engine.request import Completion, Request, SamplingParams, StopRule
+from engine.request import Completion, Request, SamplingParams, StopRule, Times
 
 
 def through(*batch: Any) -> list[Any]:
@@ -40,6 +41,14 @@ def test_a_request_and_a_completion_arrive_as_they_were() -> None:
         found.params.logit_bias[3] = 0.0
     np.testing.assert_array_equal(ended.logprobs["raw"], logprobs["raw"])
     ended.token_ids[0] = 5
+
+
+@pytest.mark.parametrize("kind", [Request, SamplingParams, StopRule, Completion, Times])
+def test_every_field_arrives_in_its_place(kind: type[Any]) -> None:
+    named = {field.name: field.name for field in dataclasses.fields(kind)}
+    (found,) = through(kind(**named))
+    assert type(found) is kind
+    assert dataclasses.asdict(found) == named
 
 
 def test_an_error_keeps_its_kind_and_field() -> None:
