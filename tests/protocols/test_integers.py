@@ -10,7 +10,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -85,12 +85,14 @@ plain = st.floats() | st.booleans() | st.integers().map(str) | st.binary(max_siz
 
 
 @pytest.mark.parametrize(("model", "name", "wrap"), FIELDS)
+@settings(deadline=None)
 @given(value=plain | st.integers(-9, 9).map(float))
 def test_received_is_refused_what_is_no_integer(model: type[Value], name: str, wrap: Wrap, value: Any) -> None:
     assert refusals(model, name, wrap(value), Received([], Limits()))
 
 
 @pytest.mark.parametrize(("model", "name", "wrap"), FIELDS)
+@settings(deadline=None)
 @given(value=plain.map(lambda v: np.asarray(v)[()]) | plain | st.sampled_from([Decimal(2), Fraction(2), 2 + 0j]))
 def test_at_home_is_refused_what_is_no_integer(model: type[Value], name: str, wrap: Wrap, value: Any) -> None:
     assert refusals(model, name, wrap(value))

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.attention.shared import FEWEST_BLOCKS, MEMBERS, Runs, find_runs
@@ -42,6 +42,7 @@ def check(tables: Tables, runs: Runs) -> None:
     assert np.count_nonzero(runs.seats >= 0) == np.count_nonzero(runs.members >= 0)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 40), st.integers(1, 20)), min_size=1, max_size=12),
     st.integers(0, 12),

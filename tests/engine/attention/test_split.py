@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.attention.split import LEAST_STEPS, MERGE_STEPS, STEP, Tiles, cut, num_streams
@@ -20,6 +20,7 @@ def tokens_of(tiles: Tiles) -> list[int]:
     return [int(tiles.tokens[a:b].sum()) for a, b in zip(tiles.streams[:-1], tiles.streams[1:], strict=True)]
 
 
+@settings(deadline=None)
 @given(st.permutations(range(40)), st.data(), st.integers(1, 132))
 def test_tiles_cover_every_owner_once_and_streams_every_tile(
     order: list[int], data: st.DataObject, streams: int
@@ -48,6 +49,7 @@ def test_tiles_cover_every_owner_once_and_streams_every_tile(
     assert len(tiles.streams) == streams + 1
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 40_000), min_size=1, max_size=256))
 def test_no_stream_has_much_more_than_its_share(lengths: list[int]) -> None:
     steps = sum(-(-length // STEP) for length in lengths)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.attention.shared import MEMBERS, find_runs, no_runs
@@ -25,6 +25,7 @@ def steps(draw: st.DrawFn) -> tuple[list[list[int]], list[int], int]:
     return [tables[i] for i in order], [lengths[i] for i in order], draw(st.integers(0, 5))
 
 
+@settings(deadline=None)
 @given(steps(), st.sampled_from([1, 2, 33, 66]))
 def test_every_row_reads_each_of_its_tokens_once_by_itself_or_by_its_run(
     step: tuple[list[list[int]], list[int], int], streams: int
@@ -58,6 +59,7 @@ def test_every_row_reads_each_of_its_tokens_once_by_itself_or_by_its_run(
     assert not any(read[row] for row in range(len(blocks), rows))
 
 
+@settings(deadline=None)
 @given(steps(), st.integers(0, 5), st.integers(1, 3))
 def test_a_layout_that_holds_is_the_one_that_would_be_made(
     step: tuple[list[list[int]], list[int], int], padding: int, grown: int

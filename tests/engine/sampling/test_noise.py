@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.sampling.noise import exponential, gumbel, philox, words
@@ -45,12 +45,14 @@ def test_philox_gives_the_published_vectors(counter: list[int], key: list[int], 
     assert philox(torch.tensor(counter).view(4, 1), torch.tensor(key).view(2, 1)).flatten().tolist() == expected
 
 
+@settings(deadline=None)
 @given(st.lists(WORD, min_size=4, max_size=4), st.lists(WORD, min_size=2, max_size=2))
 def test_philox_equals_the_algorithm_on_integers(counter: list[int], key: list[int]) -> None:
     out = philox(torch.tensor(counter).view(4, 1, 1), torch.tensor(key).view(2, 1, 1))
     assert out.flatten().tolist() == philox_by_hand(counter, key)
 
 
+@settings(deadline=None)
 @given(st.lists(WORD, min_size=5, max_size=5), st.integers(0, 1001))
 def test_each_part_of_the_key_is_a_word_of_its_own(key: list[int], token: int) -> None:
     seed_low, seed_high, sample_index, segment, position = key

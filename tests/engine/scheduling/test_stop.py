@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.scheduling.stop import StopChecks, StringMatcher
@@ -56,6 +56,7 @@ def test_characters_may_be_split_between_tokens() -> None:
     assert push_all((snow,), pieces, [0, 1, 2]) == (2, snow)
 
 
+@settings(deadline=None)
 @given(
     pieces=st.lists(st.binary(max_size=4), min_size=1, max_size=4),
     ids=st.lists(st.integers(0, 5), max_size=30),
@@ -74,6 +75,7 @@ def test_agrees_with_a_search_of_the_whole_text(pieces: list[bytes], ids: list[i
     assert push_all(tuple(strings), pieces, ids) == expected
 
 
+@settings(deadline=None)
 @given(
     rules=st.lists(st.frozensets(st.integers(0, 19), max_size=5), min_size=1, max_size=6),
     gone=st.sets(st.integers(0, 5)),

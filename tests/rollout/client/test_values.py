@@ -109,7 +109,7 @@ def refused(client: RolloutClient, ask: Ask, value: Any) -> str:
 
 @pytest.mark.parametrize(("name", "ask"), INTEGERS)
 @given(value=st.floats() | st.integers(-3, 9).map(float) | st.booleans() | st.integers(0, 9).map(str))
-@settings(max_examples=25)
+@settings(max_examples=25, deadline=None)
 def test_only_integers_are_integers(client: RolloutClient, name: str, ask: Ask, value: Any) -> None:
     for form in (value, np.asarray(value)[()]):
         assert refused(client, ask, form) == name

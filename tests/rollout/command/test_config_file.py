@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 import zmq.auth
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.command.cli import main, parse
@@ -94,6 +94,7 @@ def test_brackets_without_end_are_refused(tmp_path: Path, text: str) -> None:
         read_file(file)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 2**50))
 def test_sizes_are_shown_as_they_are_read(size: int) -> None:
     assert parse_bytes(shown_size(size)) == size

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
@@ -159,6 +159,7 @@ def test_too_much_is_cut_with_a_mark(length: int) -> None:
     assert text[LIMIT:] == ("" if length == LIMIT else f"\n[cut: the first {LIMIT} of {length} characters]")
 
 
+@settings(deadline=None)
 @given(st.recursive(st.none() | st.text() | st.binary() | st.floats() | st.integers(), st.lists, max_leaves=5))
 def test_any_value_is_text(value: Any) -> None:
     text = as_text(value, 100)
