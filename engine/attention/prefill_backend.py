@@ -6,11 +6,11 @@ from typing import Literal
 
 import numpy as np
 
+from engine.attention.split import MULTIPROCESSORS
 from engine.request import IntArray
 
 Backend = Literal["fa2", "fa3"]
 
-MULTIPROCESSORS = 132
 TILE = 128
 """Rows of a product of queries with keys."""
 

@@ -25,8 +25,11 @@ LEAST_STEPS = 2
 MERGE_STEPS = 4
 """What putting a row's parts together costs, in steps of reading."""
 
-PROGRAMS = 264
-"""That run at once: two on each of the 132 multiprocessors of an H100 or H200."""
+MULTIPROCESSORS = 132
+"""Of an H100 or H200."""
+
+PROGRAMS = 2 * MULTIPROCESSORS
+"""That run at once."""
 
 
 @dataclass(frozen=True, slots=True)

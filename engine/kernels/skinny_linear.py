@@ -14,12 +14,12 @@ import torch
 import triton
 from torch import Tensor
 
+from engine.attention.split import MULTIPROCESSORS
 from engine.kernels.overlap import can_overlap
 from engine.kernels.scale import scale
 from engine.kernels.skinny_dot import dot_kernel
 from engine.kernels.skinny_vector import vector_kernel
 
-MULTIPROCESSORS = 132
 MAX_ROWS = 16
 """From 17 rows on cuBLAS reads W faster than these kernels, by more than a launch saved."""
 
